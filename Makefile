@@ -1,0 +1,43 @@
+# The verbs of this project. Each sets up what it needs in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test check bench docs format clean
+
+help:  ## list the verbs
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,dev,bench]'
+	touch $@
+
+demo: $(READY)  ## train a small GPT twice, with DDP and sharded, and compare
+	$(BIN)/shardstep demo
+
+test: $(READY)  ## run the tests, with coverage of every rank
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -m "not slow" tests
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --fail-under=95
+
+check: $(READY)  ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)  ## rewrite the files in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## measure against DDP, torch's ZeroRedundancyOptimizer and FSDP2
+	$(BIN)/python benchmarks/hosts.py
+
+docs: $(READY)  ## check that every link and code block of the documentation holds
+	$(BIN)/python -m pytest tests/test_docs.py
+
+clean:  ## remove what the other verbs made
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
