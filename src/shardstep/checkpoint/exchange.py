@@ -1,0 +1,233 @@
+"""Moves optimizer state from the ranks that hold it to the ranks that want it.
+
+One mechanism for consolidating to a single rank and for following a changed plan: the two differ
+only in what is wanted where. The structure of the state travels as text, so that every rank knows
+what every other holds; the tensors travel as bytes, straight from holder to taker, a bounded chunk
+at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardstep.buffers import flat
+from shardstep.checkpoint.tree import Leaf, Node, decode, encode, leaves
+from shardstep.comm import Comm
+from shardstep.plan import Copy, Holding, Interval, ParamSpec, transfers
+
+CHUNK_NBYTES = 16 * 2**20
+
+Device = Callable[[int, Leaf], torch.device]
+"""On which device the given tensor of the given parameter's state is to lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What the ranks together keep of one parameter: its holders, and the form of its tensors.
+
+    Attributes:
+        node: the structure, as the first holder describes it.
+        leaves: the tensors in it.
+        per_element: for each tensor, whether it has a value for each element of the parameter.
+    """
+
+    spec: ParamSpec
+    node: Node
+    leaves: list[Leaf]
+    per_element: list[bool]
+    shared: bool
+
+    def travels(self, leaf: int, interval: Interval) -> bool:
+        """Whether this tensor has to be sent, or is in the text already."""
+        return self.cuts(leaf, interval) or self.leaves[leaf].data is None
+
+    def cuts(self, leaf: int, wanted: Interval) -> bool:
+        """Whether this tensor is taken apart or put together on the way to `wanted`."""
+        return self.per_element[leaf] and (self.shared or wanted != _everything(self.spec))
+
+
+def move_state(
+    comm: Comm,
+    specs: Sequence[ParamSpec],
+    held: Sequence[Holding],
+    wanted: Sequence[Holding],
+    states: Mapping[int, Any],
+    device: Device,
+) -> dict[int, Any]:
+    """Give every rank the state of the elements it wants.
+
+    Called on every rank.
+
+    Args:
+        comm: the ranks.
+        specs: the parameters.
+        held: for each rank, whose elements' state it holds.
+        wanted: for each rank, whose elements' state it is to have.
+        states: this rank's state by parameter, for those it has any for.
+        device: where to put what arrives.
+
+    Returns:
+        The state of what `wanted` says of this rank, in memory of its own.
+
+    Raises:
+        RuntimeError: on every rank, if the state of some parameter cannot be put together.
+    """
+    nodes, tensors = _describe(comm, specs, states)
+    kept = {
+        param: _combine(spec, held, nodes, param)
+        for param, spec in enumerate(specs)
+        if any(param in node for node in nodes)
+    }
+    me = comm.group_rank
+    arrived: dict[int, list[torch.Tensor]] = {}
+    results: dict[int, Any] = {}
+    for param in sorted(wanted[me].keys() & kept.keys()):
+        made: list[torch.Tensor] = []
+        results[param] = _make(kept[param], wanted[me][param], param, device, made)
+        arrived[param] = made
+    for copy in transfers(held, wanted):
+        if copy.param not in kept or me not in (copy.source, copy.target):
+            continue
+        for leaf in range(len(kept[copy.param].leaves)):
+            aim = wanted[copy.target][copy.param]
+            if not kept[copy.param].travels(leaf, aim):
+                continue
+            cuts = kept[copy.param].cuts(leaf, aim)
+            source = target = None
+            if me == copy.source:
+                have = tensors[copy.param][leaf]
+                source = _part(have, held[me][copy.param], copy, specs[copy.param], cuts)
+            if me == copy.target:
+                target = flat(arrived[copy.param][leaf])
+                if cuts:
+                    target = target[copy.param_interval.shift(-aim.start).slice]
+            _carry(comm, copy, source, target)
+    return results
+
+
+def _describe(
+    comm: Comm, specs: Sequence[ParamSpec], states: Mapping[int, Any]
+) -> tuple[list[dict[int, Node]], dict[int, list[torch.Tensor]]]:
+    """Every rank's structures, and this rank's tensors."""
+    own: dict[int, Node] = {}
+    tensors: dict[int, list[torch.Tensor]] = {}
+    failure = None
+    for param, value in states.items():
+        try:
+            own[param], tensors[param] = encode(value)
+        except TypeError as error:
+            failure = f"parameter {specs[param].name!r} on rank {comm.group_rank}: {error}"
+            break
+    said = comm.all_gather_bytes(json.dumps([failure, list(own.items())]).encode())
+    answers = [json.loads(text) for text in said]
+    for failed, _ in answers:
+        if failed is not None:
+            raise RuntimeError(f"the optimizer state cannot be moved: {failed}")
+    return [dict(items) for _, items in answers], tensors
+
+
+def _combine(
+    spec: ParamSpec, held: Sequence[Holding], nodes: Sequence[Mapping[int, Node]], param: int
+) -> _Kept:
+    """What the holders of a parameter keep of it together.
+
+    Raises:
+        RuntimeError: if their parts do not fit together.
+    """
+    holders = [rank for rank, holding in enumerate(held) if param in holding]
+    without = [rank for rank in holders if param not in nodes[rank]]
+    if without:
+        raise RuntimeError(
+            f"parameter {spec.name!r} has optimizer state on some ranks but not on rank "
+            f"{without[0]}, which owns a part of it too: its gradient was None there alone. Make "
+            "sure that gradients are synchronised before step()"
+        )
+    found = [leaves(nodes[rank][param]) for rank in holders]
+    forms = [[leaf.path for leaf in each] for each in found]
+    if any(form != forms[0] for form in forms):
+        raise RuntimeError(
+            f"the state of parameter {spec.name!r} is {forms[0]} on rank {holders[0]} and of "
+            "another structure on another rank"
+        )
+    per_element = [
+        all(
+            each[number].shape == _shape(held[rank][param], spec)
+            for rank, each in zip(holders, found, strict=True)
+        )
+        for number in range(len(forms[0]))
+    ]
+    for number, divided in enumerate(per_element):
+        same = {each[number].data for each in found}
+        if not divided and len(holders) > 1 and (len(same) > 1 or None in same):
+            raise RuntimeError(
+                f"state {forms[0][number]!r} of parameter {spec.name!r} belongs to the whole "
+                "parameter, but ranks that own parts of it hold different values of it; this "
+                'optimizer is not element-wise: construct it with layout="whole"'
+            )
+    return _Kept(spec, nodes[holders[0]][param], found[0], per_element, len(holders) > 1)
+
+
+def _make(
+    kept: _Kept, wanted: Interval, param: int, device: Device, made: list[torch.Tensor]
+) -> Any:
+    """The state for `wanted`, with room for what is still to arrive; its tensors go to `made`."""
+
+    def make(leaf: Leaf) -> torch.Tensor:
+        if not kept.cuts(len(made), wanted):
+            tensor = leaf.empty(device(param, leaf))
+        elif wanted == _everything(kept.spec):
+            tensor = torch.empty_strided(
+                kept.spec.shape, kept.spec.stride, dtype=leaf.dtype, device=device(param, leaf)
+            )
+        else:
+            tensor = torch.empty(wanted.numel, dtype=leaf.dtype, device=device(param, leaf))
+        made.append(tensor)
+        return tensor
+
+    return decode(kept.node, make)
+
+
+def _part(
+    tensor: torch.Tensor, held: Interval, copy: Copy, spec: ParamSpec, cuts: bool
+) -> torch.Tensor:
+    """What `copy` takes of a tensor that covers `held`, in the parameter's memory order."""
+    if not cuts:
+        return flat(tensor)
+    whole = held == _everything(spec)
+    return flat(tensor, spec.stride if whole else None)[
+        copy.param_interval.shift(-held.start).slice
+    ]
+
+
+def _carry(
+    comm: Comm, copy: Copy, source: torch.Tensor | None, target: torch.Tensor | None
+) -> None:
+    """Take one tensor's bytes from the source rank to the target rank."""
+    if source is not None and target is not None:
+        target.copy_(source)
+    elif source is not None:
+        for chunk in _chunks(source):
+            comm.send(chunk, copy.target)
+    elif target is not None:
+        for chunk in _chunks(target):
+            comm.receive(chunk, copy.source)
+
+
+def _chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    raw = data.view(torch.uint8)
+    for start in range(0, raw.numel(), CHUNK_NBYTES):
+        yield raw[start : start + CHUNK_NBYTES]
+
+
+def _everything(spec: ParamSpec) -> Interval:
+    return Interval(0, spec.numel)
+
+
+def _shape(held: Interval, spec: ParamSpec) -> tuple[int, ...]:
+    """The shape that a value per element has on a rank that holds `held`."""
+    return spec.shape if held == _everything(spec) else (held.numel,)

@@ -1,0 +1,118 @@
+"""Optimizer state as text and tensors: the structure is JSON, so nothing is ever unpickled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardstep.buffers import flat, is_dense
+
+Node = list[Any]
+"""A value in JSON: `["value", x]`, `["dict", [[key, node], ...]]`, `["list", [node, ...]]`,
+`["tuple", [node, ...]]` or `["tensor", dtype, shape, stride, on_cpu, data or null]`."""
+
+INLINE_NBYTES = 64
+"""Tensors up to this size travel in the text: step counters, not moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor in the state of one parameter.
+
+    Attributes:
+        path: how to get to it, such as `"exp_avg"` or `"factors.0"`.
+        dtype, shape, stride: its form. The stride is that of a dense tensor.
+        on_cpu: whether it lies on the CPU whatever its parameter's device is.
+        data: its bytes in hexadecimal, if it is small.
+    """
+
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    on_cpu: bool
+    data: str | None
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A tensor of this form, filled already if the data is here."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        if self.data is not None and tensor.numel():
+            raw = torch.frombuffer(bytearray.fromhex(self.data), dtype=torch.uint8)
+            flat(tensor).copy_(raw.view(self.dtype))
+        return tensor
+
+
+def encode(value: Any, path: str = "") -> tuple[Node, list[torch.Tensor]]:
+    """Describe `value`, and list its tensors, dense and in the order of the description.
+
+    Raises:
+        TypeError: if there is something in it that text cannot hold.
+    """
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach()
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            raise TypeError(f"state {path!r} is a {type(value).__name__} ({value.layout})")
+        if not is_dense(tensor):
+            tensor = tensor.contiguous()
+        data = None
+        if tensor.nbytes <= INLINE_NBYTES:
+            raw = flat(tensor).cpu().view(torch.uint8) if tensor.numel() else ()
+            data = bytes(int(byte) for byte in raw).hex()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        on_cpu = tensor.device.type == "cpu"
+        shape, stride = list(tensor.shape), list(tensor.stride())
+        return ["tensor", dtype, shape, stride, on_cpu, data], [tensor]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["value", value], []
+    if isinstance(value, Mapping):
+        items, tensors = [], []
+        for key, item in value.items():
+            if not isinstance(key, (str, int)):
+                raise TypeError(f"state {path!r} has a key of type {type(key).__name__}")
+            node, found = encode(item, f"{path}.{key}" if path else str(key))
+            items.append([key, node])
+            tensors += found
+        return ["dict", items], tensors
+    if type(value) in (list, tuple):
+        nodes, tensors = [], []
+        for position, item in enumerate(value):
+            node, found = encode(item, f"{path}.{position}" if path else str(position))
+            nodes.append(node)
+            tensors += found
+        return [type(value).__name__, nodes], tensors
+    raise TypeError(f"state {path!r} is a {type(value).__name__}, which cannot be sent or saved")
+
+
+def decode(node: Node, leaf: Callable[[Leaf], torch.Tensor], path: str = "") -> Any:
+    """The value that `node` describes, with its tensors made by `leaf`, in order."""
+    kind = node[0]
+    if kind == "tensor":
+        dtype = getattr(torch, node[1])
+        assert isinstance(dtype, torch.dtype)
+        return leaf(Leaf(path, dtype, tuple(node[2]), tuple(node[3]), node[4], node[5]))
+    if kind == "value":
+        return node[1]
+    if kind == "dict":
+        return {
+            key: decode(item, leaf, f"{path}.{key}" if path else str(key)) for key, item in node[1]
+        }
+    items = [
+        decode(item, leaf, f"{path}.{position}" if path else str(position))
+        for position, item in enumerate(node[1])
+    ]
+    return items if kind == "list" else tuple(items)
+
+
+def leaves(node: Node) -> list[Leaf]:
+    """The tensors that `node` describes, in order."""
+    found: list[Leaf] = []
+
+    def note(leaf: Leaf) -> torch.Tensor:
+        found.append(leaf)
+        return torch.empty(0)
+
+    decode(node, note)
+    return found

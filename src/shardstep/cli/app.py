@@ -1,0 +1,38 @@
+"""The typer application: one module of this package per command, registered here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardstep import __version__
+from shardstep.cli.demo import demo
+
+app = typer.Typer(
+    name="shardstep",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_show_locals=False,
+)
+
+app.command()(demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"shardstep {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def shardstep(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """DDP's numbers at DDP's speed with 1/N of its optimizer state."""

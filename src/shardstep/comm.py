@@ -1,0 +1,292 @@
+"""The only door to collectives: how bytes travel on each backend, and how many did.
+
+Everything above talks to a `Comm`. It moves raw bytes, so that every dtype travels alike, and it
+counts what it sends. There are two: `SoloComm` for one rank, and `GroupComm` over a process group.
+
+A `GroupComm` has one of two ways for each kind of device:
+
+- the collective way (NCCL and its like): the backend's own all-gather, in place;
+- the exchange way (Gloo): every rank sends its segment straight to every other, in messages of at
+  most `CHUNK_NBYTES`, all in flight. Gloo's own large messages use a link in one direction at a
+  time; small ones keep both directions busy.
+
+A buffer whose device the backend cannot reach is staged through one that it can.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+CHUNK_NBYTES = 1 << 20
+
+# torch 2.13 renames these and warns about the old names; 2.11 knows only those.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Block until its result may be used (on an accelerator: by the current stream)."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What went through the door: calls and bytes sent by this rank, by operation."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    nbytes_sent: Counter[str] = field(default_factory=Counter)
+
+    def note(self, operation: str, nbytes: int) -> None:
+        """Add one call of `operation` that sends `nbytes`."""
+        self.calls[operation] += 1
+        self.nbytes_sent[operation] += nbytes
+
+
+class Comm(Protocol):
+    """What the rest of the library asks of communication.
+
+    Every method is called on every rank of the group, in the same order, except `send` and
+    `receive`, which are called on the two ranks concerned.
+
+    Attributes:
+        group_rank: this rank within the group.
+        world_size: number of ranks in the group.
+        ledger: what this rank has sent so far.
+    """
+
+    group_rank: int
+    world_size: int
+    ledger: Ledger
+
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
+        """Fill flat `buffer` with every rank's segment; this rank's is there already.
+
+        Called on every rank. `cuts` are the `world_size + 1` bounds of the segments.
+        """
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's `payload`, in rank order. Called on every rank; payloads may differ."""
+
+    def send(self, data: torch.Tensor, target: int) -> None:
+        """Send flat bytes to group rank `target`, which calls `receive`."""
+
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        """Receive flat bytes from group rank `source`, which calls `send`."""
+
+
+class _Done:
+    """A collective that had nothing to do."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class SoloComm:
+    """One rank, which has everything already."""
+
+    def __init__(self) -> None:
+        self.group_rank = 0
+        self.world_size = 1
+        self.ledger = Ledger()
+
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
+        """Nothing to fetch."""
+        return _Done()
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Its own payload."""
+        return [payload]
+
+    def send(self, data: torch.Tensor, target: int) -> None:
+        """There is nobody to send to."""
+        raise AssertionError("a single rank sends nothing")
+
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        """There is nobody to receive from."""
+        raise AssertionError("a single rank receives nothing")
+
+
+class _Works:
+    """Several backend works that make up one operation."""
+
+    def __init__(self, operation: str, works: Sequence[Any]) -> None:
+        self._operation = operation
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for each, naming the operation when the backend gives up."""
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"shardstep: {self._operation} failed: {error}") from error
+
+
+class _Staged:
+    """An operation on a copy of the buffer, which is copied back once it is complete."""
+
+    def __init__(self, pending: Pending, wire: torch.Tensor, buffer: torch.Tensor) -> None:
+        self._pending = pending
+        self._wire = wire
+        self._buffer = buffer
+
+    def wait(self) -> None:
+        """Wait, then bring the result to where it was asked for."""
+        self._pending.wait()
+        self._buffer.copy_(self._wire)
+
+
+class GroupComm:
+    """Communication within a process group.
+
+    Args:
+        group: the process group; this rank has to be a member of it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.group_rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.ledger = Ledger()
+        self._tag = 0
+
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
+        """Fill `buffer` with every rank's segment. Called on every rank."""
+        wire_device = self._wire_device(buffer.device)
+        wire = buffer
+        if wire_device != buffer.device:
+            wire = torch.empty_like(buffer, device=wire_device)
+            own = slice(cuts[self.group_rank], cuts[self.group_rank + 1])
+            wire[own].copy_(buffer[own])
+        pending = self._gather_on_wire(_as_bytes(wire), [c * buffer.itemsize for c in cuts])
+        return pending if wire is buffer else _Staged(pending, wire, buffer)
+
+    def _gather_on_wire(self, wire: torch.Tensor, cuts: Sequence[int]) -> Pending:
+        segments = [wire[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+        own = segments[self.group_rank]
+        self.ledger.note("all_gather", own.numel() * (self.world_size - 1))
+        name = f"rank {self.group_rank}: gathering parameters"
+        if self._exchanges(wire.device):
+            return _Works(name, self._exchange(own, segments))
+        if len({segment.numel() for segment in segments}) == 1:
+            return _Works(name, [_all_gather_single(wire, own, group=self.group, async_op=True)])
+        # Segments of different lengths: the owner of each broadcasts it, in rank order everywhere.
+        return _Works(
+            name,
+            [
+                dist.broadcast(segment, group=self.group, group_src=source, async_op=True)
+                for source, segment in enumerate(segments)
+                if segment.numel()
+            ],
+        )
+
+    def _exchange(self, own: torch.Tensor, segments: Sequence[torch.Tensor]) -> list[Any]:
+        """Send `own` to everyone and receive the rest, everything in flight at once."""
+        works: list[Any] = []
+        tag = self._tag
+        # Each rank starts with another peer, so that nobody is everybody's first.
+        for distance in range(1, self.world_size):
+            source = (self.group_rank - distance) % self.world_size
+            works += [
+                dist.irecv(chunk, group=self.group, group_src=source, tag=tag + number)
+                for number, chunk in enumerate(_chunks(segments[source]))
+            ]
+        for distance in range(1, self.world_size):
+            target = (self.group_rank + distance) % self.world_size
+            works += [
+                dist.isend(chunk, group=self.group, group_dst=target, tag=tag + number)
+                for number, chunk in enumerate(_chunks(own))
+            ]
+        longest = max(segment.numel() for segment in segments)
+        self._tag = (tag + -(-longest // CHUNK_NBYTES)) % (1 << 30)
+        return works
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's `payload`. Called on every rank."""
+        device = self._meeting_device()
+        length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+        lengths = [torch.empty_like(length) for _ in range(self.world_size)]
+        dist.all_gather(lengths, length, group=self.group)
+        counts = [int(count.item()) for count in lengths]
+        own = torch.zeros(max(1, *counts), dtype=torch.uint8, device=device)
+        if payload:
+            own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+        everyone = [torch.empty_like(own) for _ in counts]
+        dist.all_gather(everyone, own, group=self.group)
+        self.ledger.note("all_gather_bytes", (own.numel() + 8) * (self.world_size - 1))
+        return [bytes(data[:count].tolist()) for data, count in zip(everyone, counts, strict=True)]
+
+    def send(self, data: torch.Tensor, target: int) -> None:
+        """Send flat bytes to group rank `target`."""
+        wire = data.to(self._meeting_device())
+        self.ledger.note("send", wire.numel())
+        dist.send(wire, group=self.group, group_dst=target)
+
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        """Receive flat bytes from group rank `source`."""
+        device = self._meeting_device()
+        wire = data if data.device == device else torch.empty_like(data, device=device)
+        dist.recv(wire, group=self.group, group_src=source)
+        if wire is not data:
+            data.copy_(wire)
+
+    def _meeting_device(self) -> torch.device:
+        """Where two ranks meet whatever device each has its data on.
+
+        A group may have one backend for the CPU and another for the accelerator: if each side chose
+        by its own tensor, one could send on the first and the other wait on the second.
+        """
+        return self._wire_device(torch.device("cpu"))
+
+    def _exchanges(self, device: torch.device) -> bool:
+        return self._backend(device) == "gloo"
+
+    def _backend(self, device: torch.device) -> str | None:
+        """The name of the backend that serves `device` in this group, if there is one."""
+        try:
+            return str(self.group._get_backend(device).name()).lower()
+        except RuntimeError:
+            return None
+
+    def _wire_device(self, device: torch.device) -> torch.device:
+        """Where a tensor of `device` has to be for this group to move it."""
+        backend = self._backend(device)
+        if backend == "gloo":
+            return torch.device("cpu")
+        if backend is not None:
+            return device
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None:
+            raise RuntimeError(f"the process group has no backend for tensors on {device}")
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(torch.uint8)
+
+
+def _chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    for start in range(0, data.numel(), CHUNK_NBYTES):
+        yield data[start : start + CHUNK_NBYTES]
+
+
+def connect(process_group: dist.ProcessGroup | None) -> Comm:
+    """The communication for `process_group`, the default group, or no group at all."""
+    if process_group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return SoloComm()
+        process_group = dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup):
+        # What `new_group` returns on ranks that it leaves out.
+        raise ValueError(
+            f"global rank {dist.get_rank()} is not a member of the given process_group; "
+            "construct the optimizer only on the ranks of that group"
+        )
+    return GroupComm(process_group)

@@ -1,0 +1,150 @@
+"""A compact GPT: the model that the demo trains and the benchmarks measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a `GPT`.
+
+    Attributes:
+        vocab_size: Number of distinct tokens; 256 reads raw bytes.
+        block_size: Longest sequence the model accepts.
+        n_layer: Number of transformer blocks.
+        n_head: Attention heads per block; divides `n_embd`.
+        n_embd: Width of the residual stream.
+        tied: Whether the output head is the token embedding's own weight.
+    """
+
+    vocab_size: int = 256
+    block_size: int = 128
+    n_layer: int = 4
+    n_head: int = 4
+    n_embd: int = 128
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse a shape that no model can have."""
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.n_embd % self.n_head != 0:
+            raise ValueError(
+                f"n_embd must be a multiple of n_head, got n_embd={self.n_embd} "
+                f"and n_head={self.n_head}"
+            )
+
+
+GPT_17M = GPTConfig(vocab_size=4096, block_size=128, n_layer=8, n_head=6, n_embd=384, tied=False)
+"""The benchmarks' model: 17.4 million parameters."""
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer with pre-norm blocks and learned positions.
+
+    The initial weights come from torch's global random state: seed it to get the same model.
+
+    Args:
+        config: The model's shape.
+
+    Example:
+        >>> model = GPT(GPTConfig(n_layer=1))
+        >>> tokens = torch.zeros(2, 16, dtype=torch.long)
+        >>> logits, loss = model(tokens, targets=tokens)
+        >>> tuple(logits.shape)
+        (2, 16, 256)
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok = nn.Embedding(config.vocab_size, config.n_embd)
+        self.pos = nn.Embedding(config.block_size, config.n_embd)
+        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.n_layer))
+        self.norm = nn.LayerNorm(config.n_embd)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.apply(_init_weights)
+        # Each block adds twice to the residual stream; without the scale its variance at the
+        # start of training would grow with depth.
+        for name, parameter in self.named_parameters():
+            if name.endswith("out.weight"):
+                nn.init.normal_(parameter, std=0.02 * (2 * config.n_layer) ** -0.5)
+        if config.tied:
+            self.head.weight = self.tok.weight
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Predict the token that follows each position.
+
+        Args:
+            idx: Token ids, `(batch, time)`, with `time <= block_size`.
+            targets: The ids to predict, same shape, or None.
+
+        Returns:
+            The logits, `(batch, time, vocab_size)`, and the mean cross-entropy, which is None
+            without targets.
+        """
+        time = idx.shape[1]
+        if time > self.config.block_size:
+            raise ValueError(
+                f"a sequence holds at most block_size={self.config.block_size} tokens, got {time}"
+            )
+        x = self.tok(idx) + self.pos(torch.arange(time, device=idx.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class _Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.n_embd)
+        self.attention = _Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.n_embd)
+        self.mlp = _MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_head = config.n_head
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.out = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, self.n_head, -1))  # batch, time, 3, head, dim
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each batch, head, time, dim
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return mixed
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.out = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        widened: Tensor = self.out(F.gelu(self.up(x)))
+        return widened
+
+
+def _init_weights(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

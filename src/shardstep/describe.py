@@ -1,0 +1,154 @@
+"""Reads what the user handed over: checks the parameters and describes them for the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardstep.buffers import is_dense
+from shardstep.plan import ParamSpec
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def as_list(params: Any) -> list[Any]:
+    """The parameters, groups or named parameters that were given, so that they can be read twice.
+
+    Raises:
+        TypeError: if they are not an iterable of tensors, of `(name, tensor)` pairs or of dicts.
+        ValueError: if there are none, or a group has no `"params"`.
+    """
+    kinds = "an iterable of tensors, of (name, tensor) pairs or of dicts"
+    if isinstance(params, torch.Tensor):
+        raise TypeError(f"params has to be {kinds}, but a single tensor was given; pass [tensor]")
+    try:
+        given = list(params)
+    except TypeError as error:
+        raise TypeError(f"params has to be {kinds}, not a {type(params).__name__}") from error
+    if not given:
+        raise ValueError("ZeroRedundancyOptimizer was given an empty parameter list")
+    if all(isinstance(item, dict) for item in given):
+        for index, group in enumerate(given):
+            if "params" not in group:
+                raise ValueError(f"parameter group {index} has no 'params' key")
+        return given
+    for index, item in enumerate(given):
+        named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+        if not isinstance(item[1] if named else item, torch.Tensor):
+            raise TypeError(f"params has to be {kinds}, but item {index} is a {_kind(item)}")
+    return given
+
+
+def _kind(item: object) -> str:
+    return type(item).__name__
+
+
+def parameters(groups: Groups) -> list[torch.Tensor]:
+    """All parameters, group after group."""
+    return [param for group in groups for param in group["params"]]
+
+
+def is_trainable(param: torch.Tensor) -> bool:
+    """Whether a step may change `param`.
+
+    A frozen parameter that still has a gradient counts: `torch.optim` goes by the gradient.
+    """
+    return param.requires_grad or param.grad is not None
+
+
+def describe(groups: Groups) -> list[ParamSpec]:
+    """The planner's view of the parameters in `groups`.
+
+    Raises:
+        TypeError: for a tensor subclass with inner tensors, such as a DTensor.
+        ValueError: for a parameter that cannot be sharded: sparse, without data, with gaps in
+            memory, or sharing its memory with another.
+    """
+    specs: list[ParamSpec] = []
+    ordinals: dict[torch.device, str] = {}
+    seen_types: dict[str, int] = {}
+    spans: list[tuple[int, int, str]] = []
+    seen: set[int] = set()
+    for number, group in enumerate(groups):
+        names = group.get("param_names")
+        for position, param in enumerate(group["params"]):
+            name = names[position] if names else f"param {len(specs)}"
+            _check(param, name)
+            if id(param) in seen:
+                raise ValueError(f"parameter {name!r} is given twice; pass each parameter once")
+            seen.add(id(param))
+            if param.device not in ordinals:
+                kind = param.device.type
+                ordinals[param.device] = f"{kind}#{seen_types.get(kind, 0)}"
+                seen_types[kind] = seen_types.get(kind, 0) + 1
+            specs.append(
+                ParamSpec(
+                    name=name,
+                    shape=tuple(param.shape),
+                    stride=tuple(param.stride()),
+                    dtype=param.dtype,
+                    device=ordinals[param.device],
+                    group=number,
+                    trainable=is_trainable(param),
+                )
+            )
+            if param.numel():
+                spans.append((param.data_ptr(), param.data_ptr() + param.nbytes, name))
+    for (_, stop, name), (start, _, other) in pairwise(sorted(spans)):
+        if start < stop:
+            raise ValueError(
+                f"parameters {name!r} and {other!r} share memory, so two ranks could update the "
+                "same elements; give them storage of their own, or tie them by using one "
+                "Parameter object in both places"
+            )
+    return specs
+
+
+def _check(param: torch.Tensor, name: str) -> None:
+    if param.layout is not torch.strided:
+        raise ValueError(
+            f"parameter {name!r} is sparse ({param.layout}); only dense parameters can be sharded"
+        )
+    if is_traceable_wrapper_subclass(param):
+        raise TypeError(
+            f"parameter {name!r} is a {type(param).__name__}, which wraps other tensors and "
+            "cannot be sharded; pass plain tensors"
+        )
+    if param.device.type == "meta":
+        raise ValueError(
+            f"parameter {name!r} is on the meta device and has no data; materialise the model "
+            "before constructing the optimizer"
+        )
+    if not is_dense(param):
+        raise ValueError(
+            f"parameter {name!r} does not fill its memory (shape {tuple(param.shape)}, stride "
+            f"{tuple(param.stride())}); replace it by a Parameter of its .contiguous() data"
+        )
+
+
+def describe_options(groups: Groups) -> list[str]:
+    """One line per group for what ranks can compare of its options: numbers and words."""
+    return [
+        f"options of group {number}: "
+        + ", ".join(
+            f"{key}={_plain(value)}"
+            for key, value in sorted(group.items())
+            if key not in ("params", "param_names")
+        )
+        for number, group in enumerate(groups)
+    ]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist()) if value.numel() <= 8 else f"tensor{tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_plain, value))})"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    # Objects print their address, which differs between ranks that agree.
+    return type(value).__name__

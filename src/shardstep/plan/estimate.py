@@ -1,0 +1,35 @@
+"""What a plan costs: bytes held and bytes sent per rank, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardstep.plan.plan import ShardPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's share of a plan.
+
+    Attributes:
+        group_rank: whose share it is.
+        numel: trainable elements it owns and updates.
+        nbytes: bytes of those elements.
+        gather_nbytes_sent: bytes it sends to have its segments gathered everywhere, once.
+    """
+
+    group_rank: int
+    numel: int
+    nbytes: int
+    gather_nbytes_sent: int
+
+
+def share(plan: ShardPlan, group_rank: int) -> Share:
+    """What `group_rank` holds and sends under `plan`."""
+    numel = nbytes = sent = 0
+    for bucket in plan.training_buckets:
+        own = sum(piece.param_interval.numel for piece in bucket.pieces(group_rank))
+        numel += own
+        nbytes += own * bucket.dtype.itemsize
+        sent += bucket.segment(group_rank).numel * bucket.dtype.itemsize * (plan.world_size - 1)
+    return Share(group_rank, numel, nbytes, sent)

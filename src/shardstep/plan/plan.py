@@ -1,0 +1,142 @@
+"""The plan of a run: which rank owns which elements, the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from shardstep.plan.interval import Interval
+from shardstep.plan.placement import ALIGNMENT, PLACEMENTS, Bucket, Layout, Piece
+from shardstep.plan.spec import ParamSpec
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Every parameter's place in the buckets, and every rank's share of them.
+
+    A plan is integers only: it holds no tensor and knows no process group, so it can be made for
+    4,096 ranks on a laptop. Make one with `ShardPlan.make`; the constructor checks that every
+    element of every parameter is owned exactly once.
+    """
+
+    specs: tuple[ParamSpec, ...]
+    buckets: tuple[Bucket, ...]
+    world_size: int
+    layout: Layout
+
+    @classmethod
+    def make(
+        cls,
+        specs: Sequence[ParamSpec],
+        world_size: int,
+        layout: Layout = "sliced",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> ShardPlan:
+        """Place `specs` for `world_size` ranks.
+
+        Example:
+            >>> plan = ShardPlan.make([ParamSpec.of("weight", (1000, 300))], world_size=4)
+            >>> [plan.numel(rank) for rank in range(4)]
+            [75008, 75008, 75008, 74976]
+        """
+        if world_size < 1:
+            raise ValueError(f"a plan needs at least one rank, not world_size={world_size}")
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes has to be positive, not {bucket_bytes}")
+        if layout not in PLACEMENTS:
+            raise ValueError(f"layout has to be one of {sorted(PLACEMENTS)}, not {layout!r}")
+        specs = tuple(specs)
+        return cls(specs, PLACEMENTS[layout](specs, world_size, bucket_bytes), world_size, layout)
+
+    def __post_init__(self) -> None:
+        seen: set[int] = set()
+        for position, bucket in enumerate(self.buckets):
+            where = f"bucket {position}"
+            _require(bucket.index == position, f"{where} says it is bucket {bucket.index}")
+            _require(len(bucket.cuts) == self.world_size + 1, f"{where} has too few or many cuts")
+            _require(bucket.cuts[0] == 0, f"{where} does not start at 0")
+            ascending = all(cut <= after for cut, after in pairwise(bucket.cuts))
+            _require(ascending, f"{where} has cuts out of order")
+            on_units = all(cut % ALIGNMENT == 0 for cut in bucket.cuts)
+            _require(on_units, f"{where} is cut off an alignment unit")
+            end = 0
+            for slot in bucket.slots:
+                spec = self.specs[slot.param]
+                _require(slot.param not in seen, f"{spec} is placed twice")
+                seen.add(slot.param)
+                _require(slot.numel == spec.numel, f"{spec} is placed with {slot.numel} elements")
+                _require(slot.bucket_offset % ALIGNMENT == 0, f"{spec} starts off a unit")
+                _require(slot.bucket_offset >= end, f"{spec} overlaps the parameter before it")
+                end = slot.footprint.stop
+                alike = (spec.dtype, spec.device) == (bucket.dtype, bucket.device)
+                _require(alike, f"{spec} lies in a {bucket.dtype} bucket on {bucket.device}")
+                _require(spec.trainable is not bucket.frozen, f"{spec} lies in the wrong bucket")
+                if self.layout == "whole":
+                    owner = bisect_right(bucket.cuts, slot.bucket_offset) - 1
+                    _require(end <= bucket.cuts[owner + 1], f"{spec} is cut in two")
+            _require(end <= bucket.numel, f"{where} is too short for what lies in it")
+        missing = [spec for index, spec in enumerate(self.specs) if index not in seen]
+        _require(not missing, f"{missing[0] if missing else None} is placed nowhere")
+
+    def pieces(self, group_rank: int) -> Iterator[Piece]:
+        """What `group_rank` owns, frozen parameters included, bucket by bucket."""
+        for bucket in self.buckets:
+            yield from bucket.pieces(group_rank)
+
+    def intervals(self, group_rank: int) -> dict[int, Interval]:
+        """For each parameter that `group_rank` owns some of: which of its elements."""
+        return {piece.param: piece.param_interval for piece in self.pieces(group_rank)}
+
+    def numel(self, group_rank: int) -> int:
+        """How many trainable elements `group_rank` owns."""
+        return sum(
+            piece.param_interval.numel
+            for bucket in self.training_buckets
+            for piece in bucket.pieces(group_rank)
+        )
+
+    @cached_property
+    def training_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that are communicated."""
+        return tuple(bucket for bucket in self.buckets if not bucket.frozen)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest that is equal on two ranks exactly when their plans are."""
+        digest = hashlib.sha256(f"{self.layout} over {self.world_size}\n".encode())
+        for spec in self.specs:
+            digest.update(f"{spec} {spec.stride}\n".encode())
+        for bucket in self.buckets:
+            slots = [(slot.param, slot.bucket_offset) for slot in bucket.slots]
+            cuts = bucket.cuts if bucket.even else tuple(bucket.cuts)
+            digest.update(f"{slots} {cuts!r} {bucket.frozen}\n".encode())
+        return digest.hexdigest()
+
+    def __str__(self) -> str:
+        held = [self.numel(group_rank) for group_rank in range(self.world_size)]
+        mean = sum(held) / self.world_size
+        trainable = [spec for spec in self.specs if spec.trainable]
+        lines = [
+            f"{len(self.specs)} parameters ({len(trainable)} trainable, {sum(held):,} elements) "
+            f"over {self.world_size} ranks, layout {self.layout!r}",
+            f"elements per rank: mean {mean:,.0f}, most {max(held):,} "
+            f"({max(held) / mean if mean else 1:.3f} × mean), least {min(held):,}",
+        ]
+        for bucket in self.buckets:
+            state = "frozen" if bucket.frozen else "trained"
+            lines.append(
+                f"bucket {bucket.index}: {bucket.numel:,} × {bucket.dtype} on {bucket.device}, "
+                f"{len(bucket.slots)} parameters, {state}"
+            )
+        return "\n".join(lines)
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(f"this is not a plan: {otherwise}")

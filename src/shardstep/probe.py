@@ -1,0 +1,44 @@
+"""Which layout an optimizer class needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardstep.plan import Layout
+
+ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.ASGD,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+    }
+)
+"""Classes whose update of an element depends on that element's history alone."""
+
+
+def layout_for(optimizer_class: Any) -> Layout:
+    """The layout in which sharding `optimizer_class` changes no number.
+
+    Known element-wise classes may be sliced. Every other class, subclasses of the known ones
+    included, is given whole tensors.
+
+    Raises:
+        ValueError: if the class couples all parameters, so that no rank can update its own alone.
+    """
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS):
+        raise ValueError(
+            f"{optimizer_class.__name__} couples all parameters in one line search, so its state "
+            "cannot be divided among ranks; use it unsharded on every rank"
+        )
+    return "sliced" if optimizer_class in ELEMENT_WISE else "whole"
