@@ -5,10 +5,12 @@ counts what it sends. There are two: `SoloComm` for one rank, and `GroupComm` ov
 
 A `GroupComm` has one of two ways for each kind of device:
 
-- the collective way (NCCL and its like): the backend's own all-gather, in place;
-- the exchange way (Gloo): every rank sends its segment straight to every other, in messages of at
-  most `CHUNK_NBYTES`, all in flight. Gloo's own large messages use a link in one direction at a
-  time; small ones keep both directions busy.
+- the collective way (NCCL and its like): the backend's own all-gather and reduce-scatter;
+- the exchange way (Gloo): every rank sends segments straight to the ranks that want them, in
+  messages of at most `CHUNK_NBYTES`, all in flight. Gloo's own large messages use a link in one
+  direction at a time; small ones keep both directions busy. And Gloo's own reduce-scatter sends as
+  much as an all-reduce; here each rank adds up the contributions to its segment itself, in rank
+  order, so that the sum is the same from run to run.
 
 A buffer whose device the backend cannot reach is staged through one that it can.
 """
@@ -16,8 +18,10 @@ A buffer whose device the backend cannot reach is staged through one that it can
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -25,15 +29,21 @@ import torch.distributed as dist
 
 CHUNK_NBYTES = 1 << 20
 
+_TAGS_PER_EXCHANGE = 1 << 16
+
 # torch 2.13 renames these and warns about the old names; 2.11 knows only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
-        """Block until its result may be used (on an accelerator: by the current stream)."""
+        """Block until its result may be used (on an accelerator: by the current stream).
+
+        May be called again, and returns at once then.
+        """
 
 
 @dataclass(slots=True)
@@ -65,10 +75,22 @@ class Comm(Protocol):
     world_size: int
     ledger: Ledger
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, if there is one."""
+
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
         """Fill flat `buffer` with every rank's segment; this rank's is there already.
 
         Called on every rank. `cuts` are the `world_size + 1` bounds of the segments.
+        """
+
+    def reduce_scatter(
+        self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
+    ) -> Pending:
+        """Put the sum over all ranks of this rank's segment of flat `buffer` into `out`.
+
+        Called on every rank. `buffer` is left in an unspecified state.
         """
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -80,6 +102,9 @@ class Comm(Protocol):
     def receive(self, data: torch.Tensor, source: int) -> None:
         """Receive flat bytes from group rank `source`, which calls `send`."""
 
+    def again(self) -> Comm:
+        """The same ranks on other connections, whose traffic does not queue behind this one's."""
+
 
 class _Done:
     """A collective that had nothing to do."""
@@ -89,15 +114,27 @@ class _Done:
 
 
 class SoloComm:
-    """One rank, which has everything already."""
+    """One rank, which has everything already.
 
-    def __init__(self) -> None:
+    Args:
+        group: the process group of one that it stands for, if there is one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
         self.group_rank = 0
         self.world_size = 1
         self.ledger = Ledger()
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
         """Nothing to fetch."""
+        return _Done()
+
+    def reduce_scatter(
+        self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
+    ) -> Pending:
+        """The sum over one rank is what it has."""
+        out.copy_(buffer)
         return _Done()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -112,6 +149,10 @@ class SoloComm:
         """There is nobody to receive from."""
         raise AssertionError("a single rank receives nothing")
 
+    def again(self) -> SoloComm:
+        """Another single rank."""
+        return SoloComm(self.group)
+
 
 class _Works:
     """Several backend works that make up one operation."""
@@ -122,25 +163,28 @@ class _Works:
 
     def wait(self) -> None:
         """Wait for each, naming the operation when the backend gives up."""
+        # Gloo waits in vain for a message that was waited for before.
+        works, self._works = self._works, ()
         try:
-            for work in self._works:
+            for work in works:
                 work.wait()
         except RuntimeError as error:
             raise RuntimeError(f"shardstep: {self._operation} failed: {error}") from error
 
 
-class _Staged:
-    """An operation on a copy of the buffer, which is copied back once it is complete."""
+class _Then:
+    """An operation with something left to do once it has arrived."""
 
-    def __init__(self, pending: Pending, wire: torch.Tensor, buffer: torch.Tensor) -> None:
+    def __init__(self, pending: Pending, finish: Callable[[], object]) -> None:
         self._pending = pending
-        self._wire = wire
-        self._buffer = buffer
+        self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
-        """Wait, then bring the result to where it was asked for."""
+        """Wait, then do the rest, once."""
         self._pending.wait()
-        self._buffer.copy_(self._wire)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
 
 class GroupComm:
@@ -151,7 +195,7 @@ class GroupComm:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.group: dist.ProcessGroup = group
         self.group_rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.ledger = Ledger()
@@ -166,15 +210,15 @@ class GroupComm:
             own = slice(cuts[self.group_rank], cuts[self.group_rank + 1])
             wire[own].copy_(buffer[own])
         pending = self._gather_on_wire(_as_bytes(wire), [c * buffer.itemsize for c in cuts])
-        return pending if wire is buffer else _Staged(pending, wire, buffer)
+        return pending if wire is buffer else _Then(pending, lambda: buffer.copy_(wire))
 
     def _gather_on_wire(self, wire: torch.Tensor, cuts: Sequence[int]) -> Pending:
-        segments = [wire[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+        segments = [wire[start:stop] for start, stop in pairwise(cuts)]
         own = segments[self.group_rank]
         self.ledger.note("all_gather", own.numel() * (self.world_size - 1))
         name = f"rank {self.group_rank}: gathering parameters"
         if self._exchanges(wire.device):
-            return _Works(name, self._exchange(own, segments))
+            return _Works(name, self._exchange([own] * self.world_size, segments))
         if len({segment.numel() for segment in segments}) == 1:
             return _Works(name, [_all_gather_single(wire, own, group=self.group, async_op=True)])
         # Segments of different lengths: the owner of each broadcasts it, in rank order everywhere.
@@ -187,25 +231,65 @@ class GroupComm:
             ],
         )
 
-    def _exchange(self, own: torch.Tensor, segments: Sequence[torch.Tensor]) -> list[Any]:
-        """Send `own` to everyone and receive the rest, everything in flight at once."""
+    def reduce_scatter(
+        self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
+    ) -> Pending:
+        """Sum this rank's segment of `buffer` over all ranks. Called on every rank."""
+        device = self._wire_device(buffer.device)
+        if device != buffer.device:
+            arrived = torch.empty_like(out, device=device)
+            pending = self._reduce_on_wire(buffer.to(device), cuts, arrived)
+            return _Then(pending, lambda: out.copy_(arrived))
+        return self._reduce_on_wire(buffer, cuts, out)
+
+    def _reduce_on_wire(
+        self, wire: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
+    ) -> Pending:
+        segments = [wire[start:stop] for start, stop in pairwise(cuts)]
+        own = segments[self.group_rank]
+        self.ledger.note("reduce_scatter", (wire.numel() - own.numel()) * wire.itemsize)
+        name = f"rank {self.group_rank}: reducing gradients"
+        if self._exchanges(wire.device):
+            parts = [
+                own if source == self.group_rank else torch.empty_like(own)
+                for source in range(self.world_size)
+            ]
+            works = self._exchange(
+                [_as_bytes(segment) for segment in segments], [_as_bytes(part) for part in parts]
+            )
+            return _Then(_Works(name, works), lambda: _add_up(parts, out))
+        if len({segment.numel() for segment in segments}) == 1:
+            work = _reduce_scatter_single(out, wire, group=self.group, async_op=True)
+            return _Works(name, [work])
+        # Segments of different lengths: each is reduced to its owner, in rank order everywhere.
+        works = [
+            dist.reduce(segment, group=self.group, group_dst=target, async_op=True)
+            for target, segment in enumerate(segments)
+            if segment.numel()
+        ]
+        return _Then(_Works(name, works), lambda: out.copy_(own))
+
+    def _exchange(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+    ) -> list[Any]:
+        """Send `outgoing[r]` to rank r and receive `incoming[r]` from it, all in flight at once."""
         works: list[Any] = []
-        tag = self._tag
         # Each rank starts with another peer, so that nobody is everybody's first.
         for distance in range(1, self.world_size):
             source = (self.group_rank - distance) % self.world_size
             works += [
-                dist.irecv(chunk, group=self.group, group_src=source, tag=tag + number)
-                for number, chunk in enumerate(_chunks(segments[source]))
+                dist.irecv(chunk, group=self.group, group_src=source, tag=self._tag + number)
+                for number, chunk in enumerate(_chunks(incoming[source]))
             ]
         for distance in range(1, self.world_size):
             target = (self.group_rank + distance) % self.world_size
             works += [
-                dist.isend(chunk, group=self.group, group_dst=target, tag=tag + number)
-                for number, chunk in enumerate(_chunks(own))
+                dist.isend(chunk, group=self.group, group_dst=target, tag=self._tag + number)
+                for number, chunk in enumerate(_chunks(outgoing[target]))
             ]
-        longest = max(segment.numel() for segment in segments)
-        self._tag = (tag + -(-longest // CHUNK_NBYTES)) % (1 << 30)
+        # Both ranks of a pair number their messages alike: the longest there can be is not known
+        # to both, but how many exchanges there were is.
+        self._tag = (self._tag + _TAGS_PER_EXCHANGE) % (1 << 30)
         return works
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -267,9 +351,34 @@ class GroupComm:
             raise RuntimeError(f"the process group has no backend for tensors on {device}")
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
+    def again(self) -> GroupComm:
+        """The same ranks, on connections of their own, so that the two do not queue for each other.
+
+        Called on every rank of the group, and on no other.
+        """
+        group = dist.new_group(
+            dist.get_process_group_ranks(self.group),
+            backend=dist.get_backend_config(self.group),
+            timeout=self._timeout(),
+            use_local_synchronization=True,
+        )
+        return GroupComm(group)
+
+    def _timeout(self) -> timedelta | None:
+        backend = self.group._get_backend(self._meeting_device())
+        options = getattr(backend, "options", None)
+        return getattr(options, "_timeout", None)
+
 
 def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
+
+
+def _add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """The sum of `parts`, added in their order."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
 
 
 def _chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -289,4 +398,6 @@ def connect(process_group: dist.ProcessGroup | None) -> Comm:
             f"global rank {dist.get_rank()} is not a member of the given process_group; "
             "construct the optimizer only on the ranks of that group"
         )
+    if dist.get_world_size(process_group) == 1:
+        return SoloComm(process_group)
     return GroupComm(process_group)

@@ -60,8 +60,12 @@ def is_trainable(param: torch.Tensor) -> bool:
     return param.requires_grad or param.grad is not None
 
 
-def describe(groups: Groups) -> list[ParamSpec]:
+def describe(groups: Groups, known: Mapping[int, str] | None = None) -> list[ParamSpec]:
     """The planner's view of the parameters in `groups`.
+
+    Args:
+        groups: the parameter groups.
+        known: names by identity of the parameter, for those that have none in their group.
 
     Raises:
         TypeError: for a tensor subclass with inner tensors, such as a DTensor.
@@ -76,7 +80,8 @@ def describe(groups: Groups) -> list[ParamSpec]:
     for number, group in enumerate(groups):
         names = group.get("param_names")
         for position, param in enumerate(group["params"]):
-            name = names[position] if names else f"param {len(specs)}"
+            name = names[position] if names else (known or {}).get(id(param))
+            name = name or f"param {len(specs)}"
             _check(param, name)
             if id(param) in seen:
                 raise ValueError(f"parameter {name!r} is given twice; pass each parameter once")

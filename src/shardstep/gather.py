@@ -1,8 +1,33 @@
-"""From every rank's segment to everybody's parameters."""
+"""From every rank's segment to everybody's parameters.
+
+`gather_parameters` does it there and then. `GatherAhead` launches the gathers and returns: a bucket
+is waited for when one of its parameters is first used, so that the gathers run while the next
+forward does.
+
+Note [How a parameter in flight is watched]
+
+A parameter whose bucket is in flight must not be read by anybody: not by its own module's forward,
+nor by another module that reaches for it, by a checkpoint, by an average of the weights that keeps
+a list of the parameters, or by a user at a prompt. A module's hooks see only the first of these. So
+the parameter itself watches: for as long as its bucket is in flight its class is a subclass that
+overrides `__torch_function__`, which torch calls for whatever is done to it from Python. The first
+call that may read its data waits for the bucket and gives the class back; calls that ask only for
+metadata or for `.grad` go through. Torch's own `UninitializedParameter` changes its class in this
+way too.
+
+What Python does not see, it cannot stop. A kernel that is handed a parameter straight from C++ is
+covered by a hook on the module that owns the parameter. Compiled and scripted code reads parameters
+without Python: from the first compilation on, and for a scripted module, gathers are waited for
+where they are launched.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 
@@ -33,3 +58,227 @@ def gather_parameters(comm: Comm, plan: ShardPlan, home: Home) -> None:
         in_flight.append((bucket, buffer, comm.all_gather(buffer, bucket.cuts)))
     while in_flight:
         land()
+
+
+class Gather(Protocol):
+    """How updated parameters get to everybody. Every method is called on every rank."""
+
+    def launch(self) -> None:
+        """Send this rank's segments and ask for the others'."""
+
+    def land(self) -> None:
+        """Wait for everything that was launched."""
+
+    def detach(self) -> None:
+        """Leave parameters and modules alone from now on."""
+
+
+class GatherNow:
+    """Gathers are over when `launch` returns.
+
+    Args:
+        comm: the ranks.
+        plan: the placement.
+        home: where the parameters live.
+    """
+
+    def __init__(self, comm: Comm, plan: ShardPlan, home: Home) -> None:
+        self._comm = comm
+        self._plan = plan
+        self._home = home
+
+    def launch(self) -> None:
+        """Gather every bucket. Called on every rank."""
+        gather_parameters(self._comm, self._plan, self._home)
+
+    def land(self) -> None:
+        """Nothing is in flight."""
+
+    def detach(self) -> None:
+        """Nothing is attached."""
+
+
+class GatherAhead:
+    """Gathers run on after `launch` has returned, until somebody needs them.
+
+    Args:
+        comm: the ranks, on connections that carry nothing else.
+        plan: the placement.
+        home: where the parameters live: in the buckets, so that nothing is left to unpack.
+        params: all parameters, in the plan's order.
+        module: the module they belong to.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        plan: ShardPlan,
+        home: Home,
+        params: Sequence[torch.Tensor],
+        module: torch.nn.Module,
+    ) -> None:
+        self._comm = comm
+        self._plan = plan
+        self._home = home
+        self._params = [
+            [params[slot.param] for slot in bucket.slots] for bucket in plan.training_buckets
+        ]
+        self._in_flight: dict[int, Pending] = {}
+        bucket_of = {param: number for number, held in enumerate(self._params) for param in held}
+        self._handles = []
+        for part in module.modules():
+            own = {bucket_of[p] for p in part.parameters(recurse=False) if p in bucket_of}
+            if own:
+                self._handles.append(
+                    part.register_forward_pre_hook(self._before_forward(sorted(own)))
+                )
+        self._ahead = not _runs_outside_python(module)
+        _alive.add(self)
+        _watch_compiler()
+
+    def _before_forward(self, buckets: list[int]) -> Any:
+        def wait_for_own(module: torch.nn.Module, args: Any) -> None:
+            if self._in_flight:
+                for number in buckets:
+                    self._land_bucket(number)
+
+        return wait_for_own
+
+    def launch(self) -> None:
+        """Send this rank's segments and ask for the others'. Called on every rank."""
+        if self._comm.world_size == 1:
+            return
+        for number, bucket in enumerate(self._plan.training_buckets):
+            pending = self._comm.all_gather(self._home.load(bucket), bucket.cuts)
+            self._in_flight[number] = pending
+            if self._ahead:
+                for param in self._params[number]:
+                    param.__class__ = _watched(type(param))
+                    param._shardstep_flight = (self, number)  # type: ignore[attr-defined]
+        if not self._ahead:
+            self.land()
+
+    def land(self) -> None:
+        """Wait for every bucket in flight."""
+        for number in list(self._in_flight):
+            self._land_bucket(number)
+
+    def _land_bucket(self, number: int) -> None:
+        pending = self._in_flight.pop(number, None)
+        if pending is None:
+            return
+        pending.wait()
+        for param in self._params[number]:
+            if isinstance(param, _Watched):
+                del param._shardstep_flight
+                param.__class__ = param._shardstep_class
+
+    def stay(self) -> None:
+        """From now on, let gathers land where they are launched, and leave the modules alone."""
+        self.land()
+        self._ahead = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def detach(self) -> None:
+        """Land everything and remove the hooks."""
+        self.stay()
+        _alive.discard(self)
+
+
+class _Watched:
+    """What a parameter's class inherits from while it is in flight."""
+
+    _shardstep_class: type
+    _shardstep_flight: tuple[GatherAhead, int]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        for leaf in _flatten((args, kwargs)):
+            if isinstance(leaf, _Watched):
+                gather, number = leaf._shardstep_flight
+                gather._land_bucket(number)
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def _watched(cls: type) -> type:
+    """The class that a parameter of class `cls` has while it is in flight."""
+    return type(f"InFlight{cls.__name__}", (_Watched, cls), {"_shardstep_class": cls})
+
+
+def _getters(*names: str) -> Iterable[Any]:
+    return (getattr(torch.Tensor, name).__get__ for name in names)
+
+
+_METADATA = frozenset(
+    {
+        *_getters("grad", "requires_grad", "is_leaf", "shape", "dtype", "device", "layout", "ndim"),
+        *_getters("is_cuda", "is_cpu", "is_sparse", "is_meta", "is_quantized", "itemsize"),
+        *_getters("grad_fn", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks"),
+        *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
+        torch.Tensor.size,
+        torch.Tensor.stride,
+        torch.Tensor.numel,
+        torch.Tensor.nelement,
+        torch.Tensor.dim,
+        torch.Tensor.ndimension,
+        torch.Tensor.element_size,
+        torch.Tensor.storage_offset,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.Tensor.is_contiguous,
+        torch.Tensor.get_device,
+        torch.Tensor.__len__,
+        torch.Tensor.__hash__,
+    }
+)
+"""What can be asked of a parameter without reading its data."""
+
+
+def _flatten(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flatten(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _flatten(item)
+    else:
+        yield value
+
+
+_alive: weakref.WeakSet[GatherAhead] = weakref.WeakSet()
+_watching = False
+
+
+def _watch_compiler() -> None:
+    """Have every gather told when torch.compile starts for the first time."""
+    global _watching
+    if not _watching:
+        from torch._dynamo.callback import callback_handler
+
+        callback_handler.register_start_callback(_compilation_starts)
+        _watching = True
+
+
+def _compilation_starts(args: Any = None) -> None:
+    for gather in list(_alive):
+        gather.stay()
+
+
+def _runs_outside_python(module: torch.nn.Module) -> bool:
+    """Whether any of this may be running code already that Python does not see."""
+    from torch._dynamo.utils import counters
+
+    scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
+    return scripted or bool(counters["frames"])

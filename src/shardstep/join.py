@@ -24,3 +24,18 @@ class _ZeROJoinHook(JoinHook):
     def main_hook(self) -> None:
         """Take the step that the other ranks are taking. Called on every joined rank."""
         self._step()
+
+
+class _ShadowHook(JoinHook):
+    """Shadows whatever the ranks that still have data announce, one thing at a time.
+
+    Args:
+        shadow: takes part in the next thing announced.
+    """
+
+    def __init__(self, shadow: Callable[[], None]) -> None:
+        self._shadow = shadow
+
+    def main_hook(self) -> None:
+        """Take part. Called on every joined rank."""
+        self._shadow()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,15 +16,19 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardstep.agree import agree
+from shardstep.attach import ModuleTie, check_membership, describe_buffers, names_in
 from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.exchange import move_state
 from shardstep.checkpoint.plain import load_share, pack_groups
+from shardstep.checkpoint.tree import Leaf
 from shardstep.comm import Comm, connect
 from shardstep.describe import as_list, describe, describe_options, is_trainable, parameters
-from shardstep.gather import gather_parameters
-from shardstep.join import _ZeROJoinHook
-from shardstep.plan import DEFAULT_BUCKET_BYTES, Interval, Layout, ShardPlan, share
+from shardstep.gather import Gather, GatherAhead, GatherNow
+from shardstep.gradients import FullGradients, Gradients
+from shardstep.join import _ShadowHook, _ZeROJoinHook
+from shardstep.plan import Interval, Layout, ShardPlan, share
 from shardstep.probe import layout_for
+from shardstep.reduce import ShardedGradients
 from shardstep.shard import Shard
 
 logger = logging.getLogger(__name__)
@@ -37,7 +43,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Each rank's local optimizer, an unmodified `optimizer_class`, updates about 1/N of the
     elements and keeps state for those alone; `step()` then gathers the updated parameters
     everywhere. Gradients are expected to be equal on all ranks when `step()` is called, as
-    `DistributedDataParallel` makes them. The numbers are those of the unsharded optimizer.
+    `DistributedDataParallel` makes them; or, given the `module`, the optimizer sees to that itself
+    and replaces DDP. The numbers are those of the unsharded optimizer.
 
     Without an initialised process group it runs as one rank.
 
@@ -50,9 +57,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             (`param.data` becomes a view) and are gathered without being copied; if False, they
             stay where they are, and two bucket-sized buffers are used to send them.
         overlap_with_ddp: reserved for stepping inside DDP's communication hooks.
+        module: the module that the parameters belong to, not wrapped in DDP. If given, this is
+            ZeRO-2: the optimizer starts all ranks from rank 0's parameters, reduces gradients to
+            their owners while backward runs and gathers parameters while the next forward runs.
+            Parameters live in buckets then.
         layout: `"sliced"` cuts parameters anywhere, `"whole"` never cuts one; `"auto"` takes
             `"sliced"` where the class is known to be element-wise and `"whole"` otherwise.
-        bucket_bytes: a bucket is closed once it holds this much.
+        bucket_bytes: a bucket is closed once it holds this much; None for a sixteenth of the model,
+            but between 1 and 25 MiB.
+        overlap: with `module`, whether communication runs during backward and forward; the numbers
+            are the same without.
+        broadcast_buffers: with `module`, whether its buffers follow rank 0's, as DDP's do.
         **defaults: options for `optimizer_class`.
 
     Attributes:
@@ -70,6 +85,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         >>> opt.zero_grad()
     """
 
+    optim: Optimizer
+
     def __init__(
         self,
         params: Any,
@@ -78,19 +95,26 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
+        module: torch.nn.Module | None = None,
         layout: str = "auto",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
+        overlap: bool = True,
+        broadcast_buffers: bool = True,
         **defaults: Any,
     ) -> None:
         self.initialized = False
         self._comm: Comm = connect(process_group)
-        self.process_group = getattr(self._comm, "group", None)
+        self.process_group = self._comm.group
         self.world_size = self._comm.world_size
         self.rank = self._comm.group_rank
         self.global_rank = dist.get_rank() if self.process_group is not None else 0
-        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.parameters_as_bucket_view = parameters_as_bucket_view or module is not None
         self._overlap_with_ddp = overlap_with_ddp
         self._bucket_bytes = bucket_bytes
+        self._module = module
+        self._overlap = overlap
+        self._tie: ModuleTie | None = None
+        self._shadowing = False
         self._consolidated: StateDict | None = None
 
         def make() -> tuple[ShardPlan, list[str]]:
@@ -102,8 +126,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             # over from it below.
             Optimizer.__init__(self, as_list(params), {})
             self._layout = _choose(layout, optimizer_class)
+            if module is not None:
+                check_membership(module, parameters(self.param_groups))
             plan, lines = self._plan_now()
-            self._shard = Shard(plan, parameters(self.param_groups), self.rank)
+            self._shard = self._shard_of(plan)
             self.optim = optimizer_class(self._local_groups(self._shard), **defaults)
             if not isinstance(self.optim, Optimizer):
                 raise ValueError(
@@ -111,10 +137,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     f"{type(self.optim).__name__}"
                 )
             head = [f"optimizer class {type(self.optim).__qualname__}"]
+            if module is not None:
+                lines += describe_buffers(module)
             return plan, head + describe_options(self.optim.param_groups) + lines
 
         plan = agree(self._comm, "constructing ZeroRedundancyOptimizer", make)
         Joinable.__init__(self)
+        self._gather_comm = self._comm
+        if module is not None:
+            # Gathers of one step and reductions of the next overlap: neither may queue behind the
+            # other.
+            self._gather_comm = self._comm.again()
+            self._tie = ModuleTie(
+                module, self._comm, broadcast_buffers, self._before_forward, self._expect_backward
+            )
+            self._tie.share_start()
         # Schedulers look in `defaults` for what the optimizer knows, such as "betas".
         self.defaults = self.optim.defaults
         self._adopt(plan, self._shard)
@@ -130,9 +167,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _plan_now(self) -> tuple[ShardPlan, list[str]]:
         """A plan for the parameters as they are now, and the words in which ranks compare it."""
-        specs = describe(self.param_groups)
+        specs = describe(self.param_groups, names_in(self._module) if self._module else {})
         plan = ShardPlan.make(specs, self.world_size, self._layout, self._bucket_bytes)
         return plan, [*map(str, specs), f"plan {plan.fingerprint}"]
+
+    def _shard_of(self, plan: ShardPlan) -> Shard:
+        apart = self._module is not None
+        return Shard(plan, parameters(self.param_groups), self.rank, apart)
 
     def _local_groups(self, shard: Shard) -> list[dict[str, Any]]:
         """The pieces of `shard` in the groups of their parameters, with those groups' options.
@@ -159,6 +200,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         home = BucketViews if self.parameters_as_bucket_view else OwnStorage
         self._home: Home = home(plan, self._params, self.rank)
         self._settle_in()
+        self._gather: Gather = GatherNow(self._gather_comm, plan, self._home)
+        self._gradients: Gradients = FullGradients(plan, self._params, shard)
+        if self._module is not None:
+            self._gradients = ShardedGradients(
+                self._comm, plan, self._params, shard, self._overlap, self._announce
+            )
+            if self._overlap:
+                self._gather = GatherAhead(
+                    self._gather_comm, plan, self._home, self._params, self._module
+                )
         if dist.is_available() and get_debug_level() != DebugLevel.OFF:
             own = share(plan, self.rank)
             logger.info(
@@ -182,16 +233,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         device change the plan; like all else that concerns the model, they are done alike on every
         rank, and if they are not, all ranks that did them raise.
         """
-        if self._home.intact() and self._trainable == list(map(is_trainable, self._params)):
+        if self._home.intact() and self._same_trainable():
             return
-        if tuple(describe(self.param_groups)) == self._plan.specs:
+        names = names_in(self._module) if self._module else {}
+        if tuple(describe(self.param_groups, names)) == self._plan.specs:
             self._settle_in()
         else:
             self._replan("following a change of the parameters", self._plan_now)
 
+    def _same_trainable(self) -> bool:
+        # Parameters in flight are asked without waking them.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._trainable == list(map(is_trainable, self._params))
+
     def _replan(self, what: str, make: Callable[[], tuple[ShardPlan, list[str]]]) -> None:
         """Adopt another plan and move the state to its new owners. Called on every rank."""
         plan = agree(self._comm, what, make)
+        self._gather.detach()
+        self._gradients.detach()
         before = self._plan
         params = parameters(self.param_groups)
         states = move_state(
@@ -208,7 +267,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if old.trainable and not new.trainable
         )
         self._home.detach(now_frozen)
-        shard = Shard(plan, params, self.rank)
+        shard = self._shard_of(plan)
         self._adopt(plan, shard)
         kept = {key: v for key, v in self.optim.state.items() if not isinstance(key, torch.Tensor)}
         self.optim.state = defaultdict(dict, kept)
@@ -263,10 +322,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Returns:
             What the local optimizer's `step` returns.
         """
-        Join.notify_join_context(self)
+        if self._module is None:
+            Join.notify_join_context(self)
+        else:
+            # What reductions are still to be announced is announced before the step is.
+            self._gradients.collect()
+            self._announce("step", list)
         return self._step(closure, **kwargs)
 
     def _step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:
+        self._gather.land()
         self._follow()
         loss = self._local_step(closure, **kwargs)
         self._sync_params()
@@ -277,30 +342,140 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> float | None:
         """Update this rank's pieces, and nothing else."""
         self._push_options()
-        shard = self._shard
-        shard.lend_gradients()
+        self._gradients.collect()
         if closure is not None:
             given = closure
 
             def evaluate() -> float:
                 loss = given()
-                shard.lend_gradients()
+                self._gradients.collect()
                 return loss
 
             kwargs["closure"] = evaluate
         loss: float | None = self.optim.step(**kwargs)
-        shard.return_gradients()
-        if shard.settle():
+        self._gradients.release()
+        if self._shard.settle():
             self._settle_in()
         self._publish_options()
         return loss
 
     def _sync_params(self) -> None:
         """Gather what the other ranks updated. Called on every rank."""
-        gather_parameters(self._comm, self._plan, self._home)
         # A backward pass through a graph that was built on the old values has to fail, as it does
         # after any optimizer's step: autograd has to see that the parameters were written to.
         torch.autograd.graph.increment_version([p for p in self._params if p.grad is not None])
+        self._gather.launch()
+        if self._tie is not None:
+            self._tie.sync_buffers()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all parameters. Called on every rank.
+
+        Args:
+            set_to_none: whether `param.grad` becomes None, or zero.
+        """
+        if self._module is not None and not set_to_none:
+            self._announce("zero", list)
+        # Parameters in flight are not waited for to have their gradients cleared.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._gradients.zero(set_to_none)
+            super().zero_grad(set_to_none)
+        if self._module is not None and not self._same_trainable():
+            self._gather.land()
+            self._follow()
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Clip the gradients of all parameters by their common norm.
+
+        Called on every rank. It is `torch.nn.utils.clip_grad_norm_` for gradients that may lie
+        divided among the ranks; every element is counted once.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+        """
+        return self._gradients.clip_norm(
+            float(max_norm), float(norm_type), error_if_nonfinite, foreach
+        )
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """While this lasts, backward only adds gradients up on each rank.
+
+        They are sent with the next backward pass outside of it, or with the step. For use with
+        `module`; entered on every rank.
+        """
+        return self._gradients.no_sync()
+
+    # ------------------------------------------------------------------------------ the module
+
+    def _before_forward(self) -> None:
+        assert isinstance(self._gradients, ShardedGradients)
+        self._gradients.begin_forward()
+        if not self._same_trainable():
+            self._gather.land()
+            self._follow()
+
+    def _expect_backward(self) -> None:
+        assert isinstance(self._gradients, ShardedGradients)
+        self._gradients.expect_backward()
+
+    def full_grad(self, parameter: torch.Tensor | str) -> torch.Tensor | None:
+        """The whole gradient of one parameter, as the optimizer would use it; None if it has none.
+
+        Called on every rank, with the same parameter.
+
+        Args:
+            parameter: the parameter or its name.
+        """
+        return self._gradients.full(self._index(parameter))
+
+    def full_state(self, parameter: torch.Tensor | str) -> dict[str, Any]:
+        """The whole optimizer state of one parameter, on every rank; empty if it has none.
+
+        Called on every rank, with the same parameter.
+
+        Args:
+            parameter: the parameter or its name.
+        """
+        index = self._index(parameter)
+        everything = {index: Interval(0, self._plan.specs[index].numel)}
+        states = move_state(
+            self._comm,
+            self._plan.specs,
+            held=[self._plan.intervals(rank) for rank in range(self.world_size)],
+            wanted=[everything] * self.world_size,
+            states={i: state for i, state in self._states().items() if i == index},
+            device=self._beside,
+        )
+        return dict(states.get(index, {}))
+
+    def _index(self, parameter: torch.Tensor | str) -> int:
+        for index, (param, spec) in enumerate(zip(self._params, self._plan.specs, strict=True)):
+            if param is parameter or spec.name == parameter:
+                return index
+        shown = repr(parameter) if isinstance(parameter, str) else "the given tensor"
+        raise ValueError(f"rank {self.rank}: {shown} is not a parameter of this optimizer")
+
+    def _beside(self, index: int, leaf: Leaf) -> torch.device:
+        """State lies where its parameter does, unless it was kept on the CPU."""
+        return torch.device("cpu") if leaf.on_cpu else self._params[index].device
+
+    def detach(self) -> None:
+        """Undo all that was done to parameters and module; this optimizer is of no more use.
+
+        Called on every rank. Parameters are up to date and in storage of their own, without
+        gradients; hooks are gone.
+        """
+        self._gather.detach()
+        self._gradients.detach()
+        self._home.detach(i for i, trainable in enumerate(self._trainable) if trainable)
+        if self._tie is not None:
+            self._tie.detach()
 
     def _push_options(self) -> None:
         """Let what schedulers and users wrote to `param_groups` reach the local optimizer."""
@@ -427,12 +602,56 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------------- uneven inputs
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What a rank that ran out of data does while the others step; takes no options.
+        """What a rank that ran out of data does while the others go on; takes no options.
 
-        Gradients have to be there when it runs: list the joinable that synchronises them first,
-        as in `Join([ddp_model, optimizer])`.
+        Without `module`, gradients have to be there when it runs: list the joinable that
+        synchronises them first, as in `Join([ddp_model, optimizer])`. With `module`, list the
+        optimizer first.
         """
-        return _ZeROJoinHook(self._step)
+        if self._module is None:
+            return _ZeROJoinHook(self._step)
+        return _ShadowHook(self._shadow)
+
+    def _announce(self, kind: str, arguments: Callable[[], list[Any]]) -> None:
+        """Under `Join`, tell ranks without data what is about to happen. Called on every rank."""
+        if self._shadowing or not self._join_config.enable:
+            return
+        if not self._join_config.is_first_joinable:
+            raise RuntimeError(
+                "an optimizer with module= has to be the first in Join([...]): what it does is "
+                "what the other ranks have to shadow"
+            )
+        Join.notify_join_context(self)
+        self._hear(json.dumps([kind, arguments()]))
+
+    def _hear(self, own: str) -> tuple[str, list[Any]]:
+        """What the ranks that have data say they are about to do. Called on every rank."""
+        said = [text.decode() for text in self._comm.all_gather_bytes(own.encode())]
+        active = [rank for rank, text in enumerate(said) if text]
+        if len({said[rank] for rank in active}) > 1:
+            raise RuntimeError(f"rank {self.rank}: ranks are about to do different things: {said}")
+        assert self._tie is not None
+        # Buffers follow a rank that still has data to update them with.
+        self._tie.source = active[0]
+        kind, arguments = json.loads(said[active[0]])
+        return kind, arguments
+
+    def _shadow(self) -> None:
+        """Do what the ranks that have data are doing. Called on every rank that has none."""
+        assert isinstance(self._gradients, ShardedGradients)
+        kind, arguments = self._hear("")
+        acts: dict[str, Callable[..., object]] = {
+            "round": self._gradients.shadow_round,
+            "clip": self._gradients.shadow_clip,
+            "unscale": self._gradients.shadow_unscale,
+            "zero": lambda: self.zero_grad(set_to_none=False),
+            "step": self._step,
+        }
+        self._shadowing = True
+        try:
+            acts[kind](*arguments)
+        finally:
+            self._shadowing = False
 
     @property
     def join_device(self) -> torch.device:

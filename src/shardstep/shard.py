@@ -1,9 +1,4 @@
-"""This rank's pieces, as tensors that an ordinary optimizer can step on.
-
-A piece that is a whole parameter is the parameter itself: its gradient is where the optimizer
-looks for it, and its state is keyed as the user expects. A piece that is part of a parameter is a
-flat view of it, and is lent the matching part of the gradient for the time of a step.
-"""
+"""This rank's pieces, as tensors that an ordinary optimizer can step on."""
 
 from __future__ import annotations
 
@@ -18,34 +13,40 @@ from shardstep.plan import Piece, ShardPlan
 class Shard:
     """What one rank owns under a plan.
 
+    A piece that is part of a parameter is a flat view of it. A piece that is a whole parameter is
+    the parameter itself, whose gradient is where the optimizer looks for it and whose state is
+    keyed as the user expects; or, with `apart`, a tensor beside it that shares its memory, for when
+    the gradient of the piece is not what the user sees in `param.grad`.
+
     Args:
         plan: the placement.
         params: all parameters of the optimizer, in the plan's order.
         group_rank: whose pieces these are.
+        apart: whether whole parameters too get a tensor of their own.
     """
 
-    def __init__(self, plan: ShardPlan, params: Sequence[torch.Tensor], group_rank: int) -> None:
+    def __init__(
+        self, plan: ShardPlan, params: Sequence[torch.Tensor], group_rank: int, apart: bool
+    ) -> None:
         self._params = params
+        self._apart = apart
         self.pieces = tuple(sorted(plan.pieces(group_rank), key=lambda piece: piece.param))
         self._tensors = {piece.param: self._make(piece) for piece in self.pieces}
-        self._cut = [piece for piece in self.pieces if not piece.entire]
-        self._cut_anywhere = [
-            (plan.specs[slot.param].name, params[slot.param])
-            for bucket in plan.buckets
-            for slot in bucket.slots
-            if _is_cut(slot.footprint.start, slot.bucket_offset + slot.numel, bucket.cuts)
+        self.views = [
+            (piece, tensor) for piece, tensor in self if tensor is not params[piece.param]
         ]
-        self._addresses: list[int] = []
         self._remember()
 
     def _make(self, piece: Piece) -> torch.Tensor:
         param = self._params[piece.param]
-        if piece.entire:
+        if piece.entire and not self._apart:
             return param
         return torch.nn.Parameter(self._view(piece), requires_grad=param.requires_grad)
 
     def _view(self, piece: Piece) -> torch.Tensor:
-        return flat(self._params[piece.param])[piece.param_interval.slice]
+        """Where the piece lies in its parameter's memory."""
+        param = self._params[piece.param]
+        return param.detach() if piece.entire else flat(param)[piece.param_interval.slice]
 
     def _remember(self) -> None:
         self._addresses = [tensor.data_ptr() for tensor in self._tensors.values()]
@@ -60,58 +61,30 @@ class Shard:
 
     def repoint(self) -> None:
         """Follow the parameters to where their data lies now, keeping the piece objects."""
-        for piece in self._cut:
-            self._tensors[piece.param].data = self._view(piece)
+        for piece, tensor in self.views:
+            tensor.data = self._view(piece)
         self._remember()
 
     def settle(self) -> bool:
         """Take back what an optimizer wrote beside its tensors instead of into them.
 
-        Some optimizers assign `p.data` a new tensor. For a part of a parameter the values are
-        copied to where they belong; a whole parameter has moved, as the optimizer wanted.
+        Some optimizers assign `p.data` a new tensor. Where `p` is a view of a parameter, the values
+        are copied to where they belong; where it is the parameter, that has moved, as the
+        optimizer wanted.
 
         Returns:
-            Whether any whole parameter of this shard has moved.
+            Whether any parameter of this shard has moved.
         """
-        if self._addresses == [tensor.data_ptr() for tensor in self._tensors.values()]:
+        now = [tensor.data_ptr() for tensor in self._tensors.values()]
+        if now == self._addresses:
             return False
-        for piece in self._cut:
-            self._view(piece).copy_(self._tensors[piece.param].detach().reshape(-1))
-        entire = [p.param for p in self.pieces if p.entire]
         before = dict(zip(self._tensors, self._addresses, strict=True))
-        moved = any(self._params[index].data_ptr() != before[index] for index in entire)
+        for piece, tensor in self.views:
+            if tensor.data_ptr() != before[piece.param]:
+                self._view(piece).copy_(tensor.detach())
+        moved = any(
+            tensor is self._params[index] and tensor.data_ptr() != before[index]
+            for index, tensor in self._tensors.items()
+        )
         self.repoint()
         return moved
-
-    def lend_gradients(self) -> None:
-        """Point each part of a parameter at its part of that parameter's gradient.
-
-        Raises:
-            ValueError: if a parameter that is cut anywhere has a sparse gradient; found on every
-                rank, whether or not it owns a part of it.
-        """
-        for name, param in self._cut_anywhere:
-            if param.grad is not None and param.grad.layout is not torch.strided:
-                raise ValueError(
-                    f"parameter {name!r} has a sparse gradient, which cannot be cut into slices; "
-                    'construct the optimizer with layout="whole"'
-                )
-        for piece in self._cut:
-            param = self._params[piece.param]
-            self._tensors[piece.param].grad = (
-                None
-                if param.grad is None
-                else flat(param.grad, param.stride())[piece.param_interval.slice]
-            )
-
-    def return_gradients(self) -> None:
-        """Let go of the gradients, so that `zero_grad()` can free them."""
-        for piece in self._cut:
-            self._tensors[piece.param].grad = None
-
-
-def _is_cut(start: int, stop: int, cuts: Sequence[int]) -> bool:
-    """Whether a cut falls strictly between `start` and `stop`."""
-    if isinstance(cuts, range):
-        return stop > start and start // cuts.step != (stop - 1) // cuts.step
-    return False

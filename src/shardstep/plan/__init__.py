@@ -3,13 +3,12 @@
 from shardstep.plan.estimate import Share, share
 from shardstep.plan.interval import Interval
 from shardstep.plan.placement import ALIGNMENT, Bucket, Layout, Piece, Slot
-from shardstep.plan.plan import DEFAULT_BUCKET_BYTES, ShardPlan
+from shardstep.plan.plan import ShardPlan
 from shardstep.plan.spec import ParamSpec
 from shardstep.plan.transfer import Copy, Holding, transfers
 
 __all__ = [
     "ALIGNMENT",
-    "DEFAULT_BUCKET_BYTES",
     "Bucket",
     "Copy",
     "Holding",

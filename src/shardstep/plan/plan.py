@@ -13,7 +13,15 @@ from shardstep.plan.interval import Interval
 from shardstep.plan.placement import ALIGNMENT, PLACEMENTS, Bucket, Layout, Piece
 from shardstep.plan.spec import ParamSpec
 
-DEFAULT_BUCKET_BYTES = 25 * 2**20
+MIN_BUCKET_BYTES = 2**20
+MAX_BUCKET_BYTES = 25 * 2**20
+
+
+def default_bucket_bytes(specs: Sequence[ParamSpec]) -> int:
+    """A sixteenth of what trains, within bounds: enough buckets to overlap one with another,
+    large enough for each to be worth a collective."""
+    trainable = sum(spec.nbytes for spec in specs if spec.trainable)
+    return min(max(trainable // 16, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class ShardPlan:
         specs: Sequence[ParamSpec],
         world_size: int,
         layout: Layout = "sliced",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> ShardPlan:
         """Place `specs` for `world_size` ranks.
 
@@ -47,6 +55,8 @@ class ShardPlan:
         """
         if world_size < 1:
             raise ValueError(f"a plan needs at least one rank, not world_size={world_size}")
+        if bucket_bytes is None:
+            bucket_bytes = default_bucket_bytes(specs)
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes has to be positive, not {bucket_bytes}")
         if layout not in PLACEMENTS:

@@ -1,0 +1,149 @@
+"""Ties a module to its optimizer: common starting values, common buffers, and two hooks.
+
+This is what stands in for the DDP wrapper in ZeRO-2. The module stays as it is; it is watched at
+its root only, for the start of a forward pass and for the start of the backward pass through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardstep.buffers import flat, is_dense
+from shardstep.comm import Comm
+
+
+def names_in(module: torch.nn.Module) -> dict[int, str]:
+    """The name of each parameter of `module`, by its identity."""
+    return {id(param): name for name, param in module.named_parameters()}
+
+
+def check_membership(module: torch.nn.Module, params: Sequence[torch.Tensor]) -> None:
+    """Make sure that the optimizer and the module are about the same parameters.
+
+    Raises:
+        ValueError: if the optimizer has a parameter that is not the module's, or lacks one that
+            trains: nobody would synchronise its gradient.
+    """
+    given = {id(param) for param in params}
+    names = names_in(module)
+    for number, param in enumerate(params):
+        if id(param) not in names:
+            raise ValueError(
+                f"parameter {number} of the optimizer is not a parameter of the given module; "
+                "pass the module that the parameters belong to"
+            )
+    for name, param in module.named_parameters():
+        if param.requires_grad and id(param) not in given:
+            raise ValueError(
+                f"parameter {name!r} of the module trains but was not given to the optimizer, so "
+                "its gradient would not be synchronised; pass it too, or freeze it"
+            )
+
+
+def describe_buffers(module: torch.nn.Module) -> list[str]:
+    """One line per buffer, for ranks to compare."""
+    return [
+        f"buffer {name!r} (shape {tuple(buffer.shape)}, {buffer.dtype})"
+        for name, buffer in module.named_buffers()
+    ]
+
+
+def broadcast(comm: Comm, tensors: Iterable[torch.Tensor], source: int) -> None:
+    """Give every rank the values that `source` has. Called on every rank, in the same order."""
+    pendings = []
+    for tensor in tensors:
+        if comm.world_size == 1 or tensor.numel() == 0:
+            continue
+        wire = flat(tensor) if is_dense(tensor) else tensor.detach().reshape(-1).clone()
+        cuts = [0] * (source + 1) + [wire.numel()] * (comm.world_size - source)
+        pendings.append((comm.all_gather(wire, cuts), wire, tensor))
+    for pending, wire, tensor in pendings:
+        pending.wait()
+        if not is_dense(tensor):
+            tensor.detach().copy_(wire.view(tensor.shape))
+
+
+class ModuleTie:
+    """The hooks at a module's root, and its buffers.
+
+    Args:
+        module: the module.
+        comm: the ranks.
+        broadcast_buffers: whether buffers follow those of one rank, as DDP's do.
+        before_forward: called before a forward pass that may be trained on.
+        expect_backward: called within the backward pass through the module's outputs.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        comm: Comm,
+        broadcast_buffers: bool,
+        before_forward: Callable[[], None],
+        expect_backward: Callable[[], None],
+    ) -> None:
+        self._module = module
+        self._comm = comm
+        self._broadcast_buffers = broadcast_buffers
+        self._before_forward = before_forward
+        self._expect_backward = expect_backward
+        self._forwards = 0
+        self.source = 0
+        self._handles = [
+            module.register_forward_pre_hook(self._pre_forward),
+            module.register_forward_hook(self._post_forward),
+        ]
+
+    def share_start(self) -> None:
+        """Make rank 0's parameters and buffers everyone's. Called on every rank."""
+        broadcast(self._comm, self._module.parameters(), source=0)
+        broadcast(self._comm, self._module.buffers(), source=0)
+
+    def sync_buffers(self) -> None:
+        """Make one rank's buffers everyone's. Called on every rank, after a step.
+
+        A forward pass changes them on each rank in its own way. DDP evens them out before the next
+        forward pass; doing it here gives that pass the same buffers, and evaluation, which need not
+        run on all ranks, too.
+        """
+        self._forwards = 0
+        if self._broadcast_buffers:
+            broadcast(self._comm, self._module.buffers(), self.source)
+
+    def _pre_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        self._before_forward()
+        # Not in a forward pass that activation checkpointing runs again inside backward.
+        if torch._C._current_graph_task_id() == -1:
+            if self._forwards and self._broadcast_buffers:
+                self.sync_buffers()
+            self._forwards += 1
+
+    def _post_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._backward_starts)  # type: ignore[no-untyped-call]
+
+    def _backward_starts(self, grad: torch.Tensor) -> None:
+        self._expect_backward()
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,124 @@
+"""Where the local optimizer's gradients come from; here, from `param.grad` on every rank.
+
+This is ZeRO-1: somebody else (DDP, say) has made `param.grad` equal on all ranks. What ZeRO-2 does
+instead is in `reduce.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from shardstep.buffers import flat
+from shardstep.plan import Bucket, ShardPlan
+from shardstep.shard import Shard
+
+
+class Gradients(Protocol):
+    """What the optimizer asks of the gradients. Every method is called on every rank."""
+
+    def collect(self) -> None:
+        """Let every tensor of this rank's shard have its gradient, or None if there is none."""
+
+    def release(self) -> None:
+        """The step is over: let go of what `collect` handed out."""
+
+    def zero(self, set_to_none: bool) -> None:
+        """Forget the gradients."""
+
+    def clip_norm(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    ) -> torch.Tensor:
+        """Scale all gradients so that their common norm is at most `max_norm`; return the norm."""
+
+    def full(self, param: int) -> torch.Tensor | None:
+        """The whole gradient of one parameter."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """While this lasts, gradients are only added up on each rank."""
+
+    def detach(self) -> None:
+        """Leave the parameters alone from now on."""
+
+
+class FullGradients:
+    """Every rank has every gradient in `param.grad`.
+
+    Args:
+        plan: the placement.
+        params: all parameters, in the plan's order.
+        shard: this rank's pieces, where whole parameters stand for themselves.
+    """
+
+    def __init__(self, plan: ShardPlan, params: Sequence[torch.Tensor], shard: Shard) -> None:
+        self._params = params
+        self._views = shard.views
+        self._cut_anywhere = [
+            (plan.specs[slot.param].name, params[slot.param])
+            for bucket in plan.buckets
+            for slot in bucket.slots
+            if _is_cut(slot.bucket_offset, slot.bucket_offset + slot.numel, bucket)
+        ]
+
+    def collect(self) -> None:
+        """Point each part of a parameter at its part of that parameter's gradient.
+
+        Raises:
+            ValueError: if a parameter that is cut anywhere has a sparse gradient; found on every
+                rank, whether or not it owns a part of it.
+        """
+        for name, param in self._cut_anywhere:
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"parameter {name!r} has a sparse gradient, which cannot be cut into slices; "
+                    'construct the optimizer with layout="whole"'
+                )
+        for piece, tensor in self._views:
+            param = self._params[piece.param]
+            tensor.grad = (
+                None
+                if param.grad is None
+                else flat(param.grad, param.stride())[piece.param_interval.slice]
+            )
+
+    def release(self) -> None:
+        """Let go of the gradients, so that `zero_grad()` can free them."""
+        for _, tensor in self._views:
+            tensor.grad = None
+
+    def zero(self, set_to_none: bool) -> None:
+        """Nothing beyond `param.grad`, which is the base class's business."""
+
+    def clip_norm(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    ) -> torch.Tensor:
+        """Every rank has every gradient: torch's own clipping is right."""
+        return torch.nn.utils.clip_grad_norm_(
+            self._params, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+
+    def full(self, param: int) -> torch.Tensor | None:
+        """A copy of what is in `param.grad`."""
+        grad = self._params[param].grad
+        return None if grad is None else grad.detach().clone()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Not this optimizer's business here."""
+        raise RuntimeError(
+            "without module= the gradients are synchronised by somebody else: use that one's "
+            "no_sync(), such as DistributedDataParallel's"
+        )
+
+    def detach(self) -> None:
+        """Nothing is attached."""
+
+
+def _is_cut(start: int, stop: int, bucket: Bucket) -> bool:
+    """Whether a cut of `bucket` falls strictly between `start` and `stop`."""
+    cuts = bucket.cuts
+    if not isinstance(cuts, range) or stop <= start:
+        return False
+    return start // cuts.step != (stop - 1) // cuts.step

@@ -1,0 +1,528 @@
+"""From gradients as they come out of backward to this rank's shard of their mean.
+
+This is the gradient half of ZeRO-2. A parameter's gradient stays in `param.grad` until all
+gradients of its bucket are there; then they are copied into a buffer, scaled by 1/N as DDP scales
+them, a `ShardedGrad` takes their place, and the buffer is reduce-scattered. One pass over all
+buckets is a *round*. A round begins with the first gradient that comes and ends with the backward
+pass; what has not come by then counts as zero. Buckets always go in the plan's reverse order, which
+is about the order of backward, whatever order the gradients come in: which collectives a rank
+issues never depends on its data.
+
+Rounds add up in the shard until `zero`. Whether a parameter had a gradient on any rank at all
+travels with each round, because one that had none is skipped by the optimizer, as under DDP.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardstep.clip import clip_norm, unscale
+from shardstep.comm import Comm, Pending
+from shardstep.placeholder import ShardedGrad
+from shardstep.plan import Bucket, Interval, ShardPlan
+from shardstep.shard import Shard
+
+POOL = 4
+"""How many buckets may be on their way at once. A full pool holds backward up until the oldest has
+arrived, which bounds the memory and still keeps the wire busy."""
+
+
+Announce = Callable[[str, Callable[[], list[Any]]], None]
+"""Tells joined ranks what is to be shadowed; the arguments are made only if there may be any."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One bucket's way through a round.
+
+    Attributes:
+        bucket: the bucket.
+        params: numbers of its parameters.
+        buffer: where its gradients are packed; shared with every POOL-th bucket.
+        views: where each parameter lies in the buffer, in the parameter's shape.
+        shard: this rank's segment of the reduced gradient.
+        own: this rank's segment of the buffer.
+    """
+
+    bucket: Bucket
+    params: list[int]
+    buffer: torch.Tensor
+    views: list[torch.Tensor]
+    shard: torch.Tensor
+    own: torch.Tensor
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A bucket that was launched: when `pending` is done, `arrive` puts the result in its place."""
+
+    pending: Pending
+    arrive: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Round:
+    """One pass over all buckets: which gradients have come, and how many lanes have left."""
+
+    missing: list[int]
+    come: set[int]
+    launched: int = 0
+
+
+class ShardedGradients:
+    """Gradients are reduced to their owners while backward runs.
+
+    Args:
+        comm: the ranks, on connections that carry nothing else.
+        plan: the placement.
+        params: all parameters, in the plan's order.
+        shard: this rank's pieces, as tensors apart from the parameters.
+        overlap: whether buckets leave during backward, or all at its end.
+        announce: called before each batch of collectives that a rank without data has to shadow,
+            with what it is and what that rank has to know of it.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        plan: ShardPlan,
+        params: Sequence[torch.Tensor],
+        shard: Shard,
+        overlap: bool,
+        announce: Announce,
+    ) -> None:
+        self._comm = comm
+        self._plan = plan
+        self._params = params
+        self._shard = shard
+        self._overlap = overlap
+        self._announce = announce
+        self._lock = threading.RLock()
+        self._trained = [index for index, spec in enumerate(plan.specs) if spec.trainable]
+        self._lane_of: dict[int, int] = {}
+        self._lanes = self._lay_lanes()
+        self._grads = self._grads_of_pieces()
+        self._standing = {
+            index: ShardedGrad(params[index], index, plan.specs[index].name, self)
+            for index in self._trained
+        }
+        self._in_flight: deque[_InFlight] = deque()
+        self._round: _Round | None = None
+        self._within = False
+        self._paused = False
+        self._unsent = False
+        self._rounds = 0
+        # Which parameters have a gradient: known here, and as told by the others.
+        self._used_here: set[int] = set()
+        self._used_elsewhere: list[tuple[Pending, torch.Tensor]] = []
+        self._everything_used: torch.Tensor | None = None
+        self._collected = False
+        self._handles = [
+            params[index].register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+            for index in self._trained
+            if params[index].requires_grad
+        ]
+
+    # ------------------------------------------------------------------------------- laying out
+
+    def _lay_lanes(self) -> list[_Lane]:
+        lanes: list[_Lane] = []
+        pool: dict[torch.device, list[torch.Tensor]] = {}
+        largest: dict[torch.device, int] = {}
+        order = list(reversed(self._plan.training_buckets))
+        for bucket in order:
+            device = self._params[bucket.slots[0].param].device
+            largest[device] = max(largest.get(device, 0), bucket.nbytes)
+        for device, nbytes in largest.items():
+            pool[device] = [
+                torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in order[:POOL]
+            ]
+        for number, bucket in enumerate(order):
+            params = [slot.param for slot in bucket.slots]
+            device = self._params[params[0]].device
+            whole = pool[device][number % POOL]
+            buffer = whole[: bucket.nbytes].view(bucket.dtype)
+            views = [
+                buffer.as_strided(
+                    self._plan.specs[slot.param].shape,
+                    self._plan.specs[slot.param].stride,
+                    buffer.storage_offset() + slot.bucket_offset,
+                )
+                for slot in bucket.slots
+            ]
+            segment = bucket.segment(self._comm.group_rank)
+            shard = torch.zeros(segment.numel, dtype=bucket.dtype, device=device)
+            lanes.append(_Lane(bucket, params, buffer, views, shard, buffer[segment.slice]))
+            self._lane_of.update(dict.fromkeys(params, number))
+        return lanes
+
+    def _grads_of_pieces(self) -> dict[int, torch.Tensor]:
+        """For each piece of this rank, its place in the reduced gradient."""
+        grads: dict[int, torch.Tensor] = {}
+        for piece in self._shard.pieces:
+            if piece.param not in self._lane_of:
+                continue
+            lane = self._lanes[self._lane_of[piece.param]]
+            start = piece.bucket_offset - lane.bucket.segment(self._comm.group_rank).start
+            part = lane.shard[start : start + piece.param_interval.numel]
+            if piece.entire:
+                spec = self._plan.specs[piece.param]
+                part = lane.shard.as_strided(spec.shape, spec.stride, start)
+            grads[piece.param] = part
+        return grads
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the reduced gradient and of the buffers it passes through."""
+        storages = {lane.buffer.untyped_storage().data_ptr(): lane.buffer for lane in self._lanes}
+        return sum(lane.shard.nbytes for lane in self._lanes) + sum(
+            buffer.untyped_storage().nbytes() for buffer in storages.values()
+        )
+
+    # ---------------------------------------------------------------------------------- a round
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        lane = self._lane_of[index]
+
+        def gradient_is_there(param: torch.Tensor) -> None:
+            # Models over several devices run their backward in several threads.
+            with self._lock:
+                if self._paused:
+                    return
+                current = self._round
+                if current is None:
+                    self._announce("round", lambda: [not self._held()])
+                    current = self._begin()
+                if index in current.come:
+                    if lane < current.launched:
+                        raise RuntimeError(
+                            f"the gradient of parameter {self._plan.specs[index].name!r} came "
+                            "twice in one backward pass, the second time after it was sent; if "
+                            "the model uses activation checkpointing, pass use_reentrant=False"
+                        )
+                    return
+                current.come.add(index)
+                current.missing[lane] -= 1
+                if self._overlap and lane == current.launched:
+                    self._launch_complete(current)
+
+        return gradient_is_there
+
+    def expect_backward(self) -> None:
+        """Called in a backward pass through the model, before its gradients come.
+
+        The round is to end with this pass. Passes within it, such as those of reentrant activation
+        checkpointing, end earlier.
+        """
+        with self._lock:
+            if not self._within:
+                self._within = True
+                self._at_end_of_pass(self._pass_is_over)
+
+    def _pass_is_over(self) -> None:
+        with self._lock:
+            self._within = False
+            if self._round is not None:
+                self._finish_round(self._round)
+
+    def _begin(self) -> _Round:
+        self._settle()
+        if not self._held():
+            self._forget()
+        self._collected = False
+        current = self._round = _Round([len(lane.params) for lane in self._lanes], set())
+        if not self._within and torch._C._current_graph_task_id() != -1:
+            # A round that was given up is not this one any more.
+            self._at_end_of_pass(
+                lambda: self._finish_round(current) if self._round is current else None
+            )
+        return current
+
+    def _held(self) -> bool:
+        """Whether the shard has gradients that nobody has cleared."""
+        return any(isinstance(self._params[i].grad, ShardedGrad) for i in self._trained)
+
+    @staticmethod
+    def _at_end_of_pass(callback: Callable[[], None]) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _launch_complete(self, current: _Round) -> None:
+        while current.launched < len(self._lanes) and not current.missing[current.launched]:
+            self._launch(current)
+
+    def _finish_round(self, current: _Round) -> None:
+        with self._lock:
+            while current.launched < len(self._lanes):
+                self._launch(current)
+            self._tell_used()
+            self._round = None
+            self._unsent = False
+            self._rounds += 1
+
+    def _launch(self, current: _Round) -> None:
+        """Send the next bucket off, complete or not."""
+        lane = self._lanes[current.launched]
+        current.launched += 1
+        while len(self._in_flight) >= POOL:
+            self._land()
+        kept = self._pack(lane)
+        scratch = lane.shard if not kept else torch.empty_like(lane.shard)
+
+        def arrive() -> None:
+            if scratch is not lane.shard:
+                for index in lane.params:
+                    if index not in kept and index in self._grads:
+                        self._grads[index].zero_()
+                lane.shard.add_(scratch)
+
+        pending = self._comm.reduce_scatter(lane.buffer, lane.bucket.cuts, scratch)
+        self._in_flight.append(_InFlight(pending, arrive))
+
+    def _pack(self, lane: _Lane) -> set[int]:
+        """Move the gradients of a bucket into its buffer.
+
+        Returns:
+            The parameters whose gradient is added to what the shard has already: those whose
+            `grad` nobody has cleared since the last round.
+        """
+        kept: set[int] = set()
+        scale = 1.0 / self._comm.world_size
+        for index, view in zip(lane.params, lane.views, strict=True):
+            param = self._params[index]
+            grad = param.grad
+            if isinstance(grad, ShardedGrad):
+                kept.add(index)
+                grad = grad.take()
+            else:
+                self._used_here.discard(index)
+            if grad is None:
+                view.zero_()
+            else:
+                self._used_here.add(index)
+                if grad.layout is not torch.strided:
+                    grad = grad.to_dense()
+                torch.mul(grad.detach(), scale, out=view)
+            param.grad = self._standing[index]
+        return kept
+
+    def _tell_used(self) -> None:
+        """Let every rank know which parameters had a gradient here."""
+        size = len(self._trained)
+        device = self._params[self._trained[0]].device if self._trained else torch.device("cpu")
+        everyone = torch.zeros(self._comm.world_size * size, dtype=torch.uint8, device=device)
+        own = everyone[self._comm.group_rank * size : (self._comm.group_rank + 1) * size]
+        if len(self._used_here) == size:
+            own.fill_(1)
+        else:
+            flags = [index in self._used_here for index in self._trained]
+            own.copy_(torch.tensor(flags, dtype=torch.uint8))
+        cuts = range(0, everyone.numel() + 1, size) if size else ()
+        if size:
+            self._used_elsewhere.append((self._comm.all_gather(everyone, cuts), everyone))
+
+    def _land(self) -> None:
+        oldest = self._in_flight.popleft()
+        oldest.pending.wait()
+        oldest.arrive()
+
+    def _settle(self) -> None:
+        """Wait for everything that is on its way."""
+        while self._in_flight:
+            self._land()
+
+    # ------------------------------------------------------------------------ between the rounds
+
+    def begin_forward(self) -> None:
+        """Called before a forward pass: no backward pass may have been left unfinished.
+
+        Raises:
+            RuntimeError: if one was.
+        """
+        if self._round is not None and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                "the last backward pass did not come to its end; call zero_grad() on every rank "
+                "before going on"
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """While this lasts, gradients are only added up on each rank."""
+        before, self._paused = self._paused, True
+        # Set here and not where gradients come: on every rank alike, whatever its data.
+        self._unsent = True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def collect(self) -> None:
+        """Finish the reductions and give each piece its gradient. Called on every rank.
+
+        A rank on which no gradient came, or whose gradients were held back by `no_sync`, takes
+        part in a round now.
+        """
+        if self._collected:
+            return
+        if self._round is not None:
+            self._finish_round(self._round)
+        held = any(self._params[index].grad is not None for index in self._trained)
+        if self._rounds == 0 or self._unsent or not held:
+            self._announce("round", lambda: [not self._held()])
+            self.shadow_round()
+        self._settle()
+        used = self._used_anywhere()
+        for piece, tensor in self._shard:
+            tensor.grad = self._grads[piece.param] if piece.param in used else None
+        self._collected = True
+
+    def shadow_round(self, fresh: bool = False) -> None:
+        """Take part in a round with whatever gradients there are. Called on every rank.
+
+        Args:
+            fresh: whether what came before is to be forgotten, as it was on the other ranks.
+        """
+        if fresh and self._held():
+            self.zero(set_to_none=True)
+        self._finish_round(self._begin())
+
+    def _used_anywhere(self) -> set[int]:
+        """The parameters of this rank's pieces that have a gradient."""
+        for pending, _ in self._used_elsewhere:
+            pending.wait()
+        mine = {piece.param for piece in self._shard.pieces if piece.param in self._grads}
+        used = mine & self._used_here
+        if used != mine:
+            # Only now are the flags read, which on an accelerator means waiting for it.
+            size = len(self._trained)
+            for _, flags in self._used_elsewhere:
+                told = flags.view(-1, size).any(dim=0).tolist()
+                used |= mine & {i for i, flag in zip(self._trained, told, strict=True) if flag}
+        return used
+
+    def release(self) -> None:
+        """Nothing: the gradients stay until `zero`."""
+
+    def zero(self, set_to_none: bool) -> None:
+        """Forget the gradients; give up a round that backward left unfinished.
+
+        Called on every rank. The rest of such a round is sent all the same: other ranks may have
+        come further, or finished it.
+        """
+        with self._lock:
+            if self._round is not None:
+                self._finish_round(self._round)
+            self._settle()
+            if not set_to_none:
+                self._zero_grads(self._trained)
+                return
+            for index in self._trained:
+                self._params[index].grad = None
+                self._standing[index].take()
+            for _, tensor in self._shard:
+                tensor.grad = None
+            self._forget()
+            self._within = False
+
+    def _forget(self) -> None:
+        for pending, _ in self._used_elsewhere:
+            pending.wait()
+        self._used_elsewhere.clear()
+        self._used_here.clear()
+        self._rounds = 0
+        self._unsent = False
+        self._collected = False
+
+    def zero_some(self, params: Sequence[int]) -> None:
+        """Set the gradients of these parameters to zero, on this rank's pieces of them."""
+        self._settle()
+        self._zero_grads(params)
+
+    def _zero_grads(self, params: Sequence[int]) -> None:
+        for index in params:
+            self._standing[index].take()
+            if index in self._grads:
+                self._grads[index].zero_()
+
+    # --------------------------------------------------------------------- looking and changing
+
+    def clip_norm(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    ) -> torch.Tensor:
+        """Clip by the norm over all ranks' shards. Called on every rank."""
+        self.collect()
+        self._announce("clip", lambda: [max_norm, norm_type, error_if_nonfinite, foreach])
+        return self.shadow_clip(max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def shadow_clip(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    ) -> torch.Tensor:
+        """Take part in clipping. Called on every rank."""
+        self.collect()
+        return clip_norm(
+            self._comm,
+            [tensor for _, tensor in self._shard],
+            self._params[0].device,
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+            foreach,
+        )
+
+    def unscale(
+        self, params: Sequence[int], found_inf: torch.Tensor, inv_scale: torch.Tensor
+    ) -> None:
+        """Unscale these gradients, with one verdict on all ranks. Called on every rank."""
+        self.collect()
+        self._announce("unscale", lambda: [list(params), inv_scale.item()])
+        self._unscale_own(params, found_inf, inv_scale)
+
+    def shadow_unscale(self, params: Sequence[int], inv_scale: float) -> None:
+        """Take part in unscaling. Called on every rank."""
+        self.collect()
+        device = self._params[params[0]].device
+        found_inf = torch.zeros((), device=device)
+        self._unscale_own(params, found_inf, torch.tensor(inv_scale, device=device))
+
+    def _unscale_own(
+        self, params: Sequence[int], found_inf: torch.Tensor, inv_scale: torch.Tensor
+    ) -> None:
+        wanted = set(params)
+        grads = [
+            tensor.grad
+            for piece, tensor in self._shard
+            if piece.param in wanted and tensor.grad is not None
+        ]
+        unscale(self._comm, grads, found_inf, inv_scale)
+
+    def full(self, param: int) -> torch.Tensor | None:
+        """The whole mean gradient of one parameter. Called on every rank."""
+        self.collect()
+        spec = self._plan.specs[param]
+        if param not in self._lane_of:
+            return None
+        bucket = self._lanes[self._lane_of[param]].bucket
+        slot = next(slot for slot in bucket.slots if slot.param == param)
+        here = Interval(slot.bucket_offset, slot.bucket_offset + slot.numel)
+        cuts = [0]
+        for group_rank in range(self._comm.world_size):
+            held = here.intersect(bucket.segment(group_rank))
+            cuts.append(max(cuts[-1], held.stop - here.start if held.numel else 0))
+        whole = torch.zeros(slot.numel, dtype=spec.dtype, device=self._params[param].device)
+        own = whole[cuts[self._comm.group_rank] : cuts[self._comm.group_rank + 1]]
+        if own.numel():
+            own.copy_(self._grads[param].detach().as_strided((own.numel(),), (1,)))
+        self._comm.all_gather(whole, cuts).wait()
+        return whole.as_strided(spec.shape, spec.stride)
+
+    def detach(self) -> None:
+        """Remove the hooks and the stand-ins. Called on every rank."""
+        self.zero(set_to_none=True)
+        for handle in self._handles:
+            handle.remove()
