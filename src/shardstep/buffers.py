@@ -119,7 +119,9 @@ class OwnStorage:
             (own if group_rank == self._group_rank else others).extend(bucket.pieces(group_rank))
 
         def in_params(pieces: list[Piece]) -> list[torch.Tensor]:
-            return [flat(self._params[p.param])[p.param_interval.slice] for p in pieces]
+            # `.data`, so that autograd does not take a parameter that is written back unchanged
+            # for one that has changed.
+            return [flat(self._params[p.param].data)[p.param_interval.slice] for p in pieces]
 
         def in_buffer(pieces: list[Piece]) -> list[torch.Tensor]:
             return [buffer[p.bucket_interval.slice] for p in pieces]

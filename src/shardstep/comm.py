@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
@@ -128,17 +129,20 @@ class SoloComm:
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
         """Nothing to fetch."""
+        self.ledger.note("all_gather", 0)
         return _Done()
 
     def reduce_scatter(
         self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
     ) -> Pending:
         """The sum over one rank is what it has."""
+        self.ledger.note("reduce_scatter", 0)
         out.copy_(buffer)
         return _Done()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Its own payload."""
+        self.ledger.note("all_gather_bytes", 0)
         return [payload]
 
     def send(self, data: torch.Tensor, target: int) -> None:
@@ -154,6 +158,15 @@ class SoloComm:
         return SoloComm(self.group)
 
 
+@contextmanager
+def _naming(operation: str) -> Iterator[None]:
+    """Have what the backend raises say what it was that failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"shardstep: {operation} failed: {error}") from error
+
+
 class _Works:
     """Several backend works that make up one operation."""
 
@@ -165,11 +178,9 @@ class _Works:
         """Wait for each, naming the operation when the backend gives up."""
         # Gloo waits in vain for a message that was waited for before.
         works, self._works = self._works, ()
-        try:
+        with _naming(self._operation):
             for work in works:
                 work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"shardstep: {self._operation} failed: {error}") from error
 
 
 class _Then:
@@ -209,7 +220,8 @@ class GroupComm:
             wire = torch.empty_like(buffer, device=wire_device)
             own = slice(cuts[self.group_rank], cuts[self.group_rank + 1])
             wire[own].copy_(buffer[own])
-        pending = self._gather_on_wire(_as_bytes(wire), [c * buffer.itemsize for c in cuts])
+        with _naming(f"rank {self.group_rank}: gathering parameters"):
+            pending = self._gather_on_wire(_as_bytes(wire), [c * buffer.itemsize for c in cuts])
         return pending if wire is buffer else _Then(pending, lambda: buffer.copy_(wire))
 
     def _gather_on_wire(self, wire: torch.Tensor, cuts: Sequence[int]) -> Pending:
@@ -240,7 +252,8 @@ class GroupComm:
             arrived = torch.empty_like(out, device=device)
             pending = self._reduce_on_wire(buffer.to(device), cuts, arrived)
             return _Then(pending, lambda: out.copy_(arrived))
-        return self._reduce_on_wire(buffer, cuts, out)
+        with _naming(f"rank {self.group_rank}: reducing gradients"):
+            return self._reduce_on_wire(buffer, cuts, out)
 
     def _reduce_on_wire(
         self, wire: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
@@ -294,6 +307,10 @@ class GroupComm:
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's `payload`. Called on every rank."""
+        with _naming(f"rank {self.group_rank}: comparing notes with the other ranks"):
+            return self._gather_bytes(payload)
+
+    def _gather_bytes(self, payload: bytes) -> list[bytes]:
         device = self._meeting_device()
         length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
         lengths = [torch.empty_like(length) for _ in range(self.world_size)]
@@ -311,13 +328,15 @@ class GroupComm:
         """Send flat bytes to group rank `target`."""
         wire = data.to(self._meeting_device())
         self.ledger.note("send", wire.numel())
-        dist.send(wire, group=self.group, group_dst=target)
+        with _naming(f"rank {self.group_rank}: sending to rank {target}"):
+            dist.send(wire, group=self.group, group_dst=target)
 
     def receive(self, data: torch.Tensor, source: int) -> None:
         """Receive flat bytes from group rank `source`."""
         device = self._meeting_device()
         wire = data if data.device == device else torch.empty_like(data, device=device)
-        dist.recv(wire, group=self.group, group_src=source)
+        with _naming(f"rank {self.group_rank}: receiving from rank {source}"):
+            dist.recv(wire, group=self.group, group_src=source)
         if wire is not data:
             data.copy_(wire)
 

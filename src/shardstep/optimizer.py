@@ -25,7 +25,7 @@ from shardstep.comm import Comm, connect
 from shardstep.describe import as_list, describe, describe_options, is_trainable, parameters
 from shardstep.gather import Gather, GatherAhead, GatherNow
 from shardstep.gradients import FullGradients, Gradients
-from shardstep.join import _ShadowHook, _ZeROJoinHook
+from shardstep.join import _ZeROJoinHook, provide_gradients
 from shardstep.plan import Interval, Layout, ShardPlan, share
 from shardstep.probe import layout_for
 from shardstep.reduce import ShardedGradients
@@ -169,7 +169,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """A plan for the parameters as they are now, and the words in which ranks compare it."""
         specs = describe(self.param_groups, names_in(self._module) if self._module else {})
         plan = ShardPlan.make(specs, self.world_size, self._layout, self._bucket_bytes)
-        return plan, [*map(str, specs), f"plan {plan.fingerprint}"]
+        head = [f"layout={self._layout!r}, bucket_bytes={self._bucket_bytes}"]
+        return plan, [*head, *map(str, specs), f"plan {plan.fingerprint}"]
 
     def _shard_of(self, plan: ShardPlan) -> Shard:
         apart = self._module is not None
@@ -324,6 +325,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._module is None:
             Join.notify_join_context(self)
+            if self._join_config.enable:
+                provide_gradients(self._comm, self._plan, self._params, joined=False)
         else:
             # What reductions are still to be announced is announced before the step is.
             self._gradients.collect()
@@ -604,13 +607,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank that ran out of data does while the others go on; takes no options.
 
-        Without `module`, gradients have to be there when it runs: list the joinable that
-        synchronises them first, as in `Join([ddp_model, optimizer])`. With `module`, list the
-        optimizer first.
+        Without `module`, list the joinable that synchronises gradients first, as in
+        `Join([ddp_model, optimizer])`. With `module`, list the optimizer first.
         """
-        if self._module is None:
-            return _ZeROJoinHook(self._step)
-        return _ShadowHook(self._shadow)
+        return _ZeROJoinHook(self._shadow_step if self._module is None else self._shadow)
+
+    def _shadow_step(self) -> None:
+        """Take the step that ranks with data take. Called on every rank that has none."""
+        provide_gradients(self._comm, self._plan, self._params, joined=True)
+        self._step()
 
     def _announce(self, kind: str, arguments: Callable[[], list[Any]]) -> None:
         """Under `Join`, tell ranks without data what is about to happen. Called on every rank."""

@@ -58,12 +58,12 @@ class ShardedGrad(torch.Tensor):
         self.incoming = None
         return self
 
-    def take(self) -> torch.Tensor | None:
+    def take_incoming(self) -> torch.Tensor | None:
         """What autograd has added since this was last asked; it is kept here no longer."""
         incoming, self.incoming = self.incoming, None
         return incoming
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self) -> str:  # type: ignore[override]
         """Says whose gradient it stands for; there are no numbers to show."""
         return f"ShardedGrad({self.param_name!r}, shape={tuple(self.shape)})"
 

@@ -299,7 +299,7 @@ class ShardedGradients:
             grad = param.grad
             if isinstance(grad, ShardedGrad):
                 kept.add(index)
-                grad = grad.take()
+                grad = grad.take_incoming()
             else:
                 self._used_here.discard(index)
             if grad is None:
@@ -424,7 +424,7 @@ class ShardedGradients:
                 return
             for index in self._trained:
                 self._params[index].grad = None
-                self._standing[index].take()
+                self._standing[index].take_incoming()
             for _, tensor in self._shard:
                 tensor.grad = None
             self._forget()
@@ -446,7 +446,7 @@ class ShardedGradients:
 
     def _zero_grads(self, params: Sequence[int]) -> None:
         for index in params:
-            self._standing[index].take()
+            self._standing[index].take_incoming()
             if index in self._grads:
                 self._grads[index].zero_()
 

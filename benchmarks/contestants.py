@@ -1,0 +1,239 @@
+"""The contestants: ways to train the same model on the same batches, by name.
+
+To add one, write a function that takes a model factory and this rank, returns a `Trainee`, and
+carries `@contestant(name, description)`. It raises `UnavailableError` where it cannot run here.
+Every rank builds every contestant in the same order, so a builder may make process groups; each
+makes its own, or one contestant's messages would queue behind another's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+LEARNING_RATE = 3e-4
+
+ModelFactory = Callable[[], nn.Module]
+"""Makes the model with the same weights each time; `model(x, y)` returns `(logits, loss)`."""
+
+
+class UnavailableError(Exception):
+    """This contestant cannot run here; the message says why."""
+
+
+class Trainee:
+    """A model under training in the plain loop: forward, backward, step, clear the gradients.
+
+    Attributes:
+        model: what is called, wrapper included.
+        optimizer: what is stepped.
+        local_optimizer: the one whose state and gradients are this rank's share.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, local_optimizer: Any = None) -> None:
+        self.model: Any = model
+        self.optimizer = optimizer
+        self.local_optimizer = local_optimizer or getattr(optimizer, "optim", optimizer)
+
+    def step(self, x: Tensor, y: Tensor, after_backward: Callable[[], None] | None = None) -> float:
+        """Train on one batch and return this rank's loss. Called on every rank."""
+        loss = self.model(x, y)[1]
+        self.backward(loss)
+        if after_backward is not None:
+            after_backward()
+        self.update()
+        return float(loss.detach())
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients, synchronised or about to be."""
+        loss.backward()
+
+    def update(self) -> None:
+        """Change the parameters and clear the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+Build = Callable[[ModelFactory, int], Trainee]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A registered builder."""
+
+    name: str
+    description: str
+    build: Build
+
+
+CONTESTANTS: dict[str, Contestant] = {}
+
+
+def contestant(name: str, description: str) -> Callable[[Build], Build]:
+    """Register the builder below under `name`."""
+
+    def register(build: Build) -> Build:
+        CONTESTANTS[name] = Contestant(name, description, build)
+        return build
+
+    return register
+
+
+@contestant("ddp", "DistributedDataParallel, fused AdamW")
+def _ddp(make_model: ModelFactory, rank: int) -> Trainee:
+    model = DistributedDataParallel(make_model(), process_group=dist.new_group())
+    return Trainee(model, AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
+
+
+@contestant("ddp-view", "the same, gradient_as_bucket_view=True")
+def _ddp_view(make_model: ModelFactory, rank: int) -> Trainee:
+    group = dist.new_group()
+    model = DistributedDataParallel(make_model(), process_group=group, gradient_as_bucket_view=True)
+    return Trainee(model, AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
+
+
+@contestant("torch-zero", "DDP, torch's ZeroRedundancyOptimizer over fused AdamW")
+def _torch_zero(make_model: ModelFactory, rank: int) -> Trainee:
+    return _ddp_with_torch_zero(make_model, parameters_as_bucket_view=False)
+
+
+@contestant("torch-zero-view", "the same, parameters_as_bucket_view=True")
+def _torch_zero_view(make_model: ModelFactory, rank: int) -> Trainee:
+    return _ddp_with_torch_zero(make_model, parameters_as_bucket_view=True)
+
+
+def _ddp_with_torch_zero(make_model: ModelFactory, *, parameters_as_bucket_view: bool) -> Trainee:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    group = dist.new_group()
+    model = DistributedDataParallel(make_model(), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        AdamW,
+        process_group=group,
+        parameters_as_bucket_view=parameters_as_bucket_view,
+        lr=LEARNING_RATE,
+        fused=True,
+    )
+    return Trainee(model, optimizer)
+
+
+@contestant("fsdp2", "fully_shard on blocks and root, reshard_after_forward=False, fused AdamW")
+def _fsdp2(make_model: ModelFactory, rank: int) -> Trainee:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_model()
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    blocks = [m for layers in model.modules() if isinstance(layers, nn.ModuleList) for m in layers]
+    for module in [*blocks, model]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    return Trainee(model, AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
+
+
+@contestant("zero1", "DDP, shardstep's ZeroRedundancyOptimizer over fused AdamW, bucket views")
+def _zero1(make_model: ModelFactory, rank: int) -> Trainee:
+    zero = _shardstep_optimizer()
+    group = dist.new_group()
+    model = DistributedDataParallel(make_model(), process_group=group)
+    optimizer = zero(
+        model.parameters(),
+        AdamW,
+        process_group=group,
+        parameters_as_bucket_view=True,
+        lr=LEARNING_RATE,
+        fused=True,
+    )
+    return Trainee(model, optimizer)
+
+
+@contestant("zero2", "shardstep's ZeroRedundancyOptimizer with module=model, no DDP")
+def _zero2(make_model: ModelFactory, rank: int) -> Trainee:
+    zero = _shardstep_optimizer()
+    if "module" not in inspect.signature(zero).parameters:
+        raise UnavailableError("this shardstep has no `module` argument")
+    model = make_model()
+    group = dist.new_group()
+    try:
+        optimizer = zero(
+            model.parameters(),
+            AdamW,
+            process_group=group,
+            module=model,
+            lr=LEARNING_RATE,
+            fused=True,
+        )
+    except NotImplementedError as error:
+        raise UnavailableError(f"shardstep: {error}") from error
+    return Trainee(model, optimizer)
+
+
+def _shardstep_optimizer() -> Any:
+    import shardstep
+
+    if not hasattr(shardstep, "ZeroRedundancyOptimizer"):
+        raise UnavailableError("this shardstep has no ZeroRedundancyOptimizer")
+    return shardstep.ZeroRedundancyOptimizer
+
+
+@contestant("deepspeed", "DeepSpeed ZeRO-2, AdamW")
+def _deepspeed(make_model: ModelFactory, rank: int) -> Trainee:
+    return _deepspeed_stage(2, make_model)
+
+
+@contestant("deepspeed-zero1", "DeepSpeed ZeRO-1, AdamW")
+def _deepspeed_zero1(make_model: ModelFactory, rank: int) -> Trainee:
+    return _deepspeed_stage(1, make_model)
+
+
+def _deepspeed_stage(stage: int, make_model: ModelFactory) -> Trainee:
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UnavailableError("deepspeed is not installed") from error
+    model = make_model()
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model,
+        optimizer=AdamW(model.parameters(), lr=LEARNING_RATE, fused=True),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,  # 1.0 unless told
+            "zero_optimization": {"stage": stage, "overlap_comm": True},
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+    return _EngineTrainee(engine, optimizer, local_optimizer=optimizer.optimizer)
+
+
+class _EngineTrainee(Trainee):
+    def backward(self, loss: Tensor) -> None:
+        self.model.backward(loss)
+
+    def update(self) -> None:
+        self.model.step()
+
+
+@contestant("fairscale", "fairscale OSS + ShardedDataParallel, fused AdamW")
+def _fairscale(make_model: ModelFactory, rank: int) -> Trainee:
+    try:
+        from fairscale.nn.data_parallel import ShardedDataParallel
+        from fairscale.optim.oss import OSS
+    except ImportError as error:
+        raise UnavailableError("fairscale is not installed") from error
+    group = dist.new_group()
+    model = make_model()
+    optimizer = OSS(model.parameters(), AdamW, group=group, lr=LEARNING_RATE, fused=True)
+    return _ShardedTrainee(ShardedDataParallel(model, optimizer, process_group=group), optimizer)
+
+
+class _ShardedTrainee(Trainee):
+    def update(self) -> None:
+        self.optimizer.step()
+        self.model.zero_grad()  # its buckets too, which the optimizer's own leaves as they are

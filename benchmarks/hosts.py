@@ -1,0 +1,222 @@
+"""How fast does each contestant train on N hosts joined by a link of a given rate?
+
+The hosts are network namespaces of this machine, one rank each; all contestants live in the same
+rank processes and take turns, so that a ratio compares neighbours in time. Reading order:
+hosts.py (this launcher), netns.py, rank.py, contestants.py, measure.py, summary.py, picture.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from netns import INTERFACE, Host, bits_per_second, switched_hosts
+from picture import draw
+from summary import summarise, table
+
+HERE = Path(__file__).resolve().parent
+DEFAULT_CONTESTANTS = "ddp,torch-zero,torch-zero-view,fsdp2,zero1,zero2"
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class RunError(Exception):
+    """A rank failed or the time was over; the message holds what the ranks said."""
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0] + " Needs root, `ip` and `tc`.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--hosts", type=int, default=2, metavar="N", help="number of hosts, one rank on each")
+    add("--rate", default="1gbit", help="of each link in each direction, e.g. 250mbit; or 'none'")
+    add("--rounds", type=int, default=5, help="measured rounds, after one warm-up round")
+    add("--steps", type=int, default=6, help="timed steps of each contestant in each round")
+    add(
+        "--contestants",
+        default=DEFAULT_CONTESTANTS,
+        help="comma-separated, first named first to go; also: ddp-view, deepspeed, "
+        "deepspeed-zero1, fairscale (where installed)",
+    )
+    add("--batch-size", type=int, default=4, help="sequences per rank and step")
+    add("--seq-len", type=int, default=64, help="tokens per sequence")
+    add("--timeout", type=float, default=900, help="seconds until the whole run is given up")
+    add(
+        "--out",
+        type=Path,
+        default=argparse.SUPPRESS,
+        help="JSON file; a PNG goes beside it (default: benchmarks/results/hosts-N-RATE.json)",
+    )
+    options = parser.parse_args(argv)
+    options.contestants = [name for name in options.contestants.split(",") if name]
+    if "out" not in options:
+        options.out = HERE / "results" / f"hosts-{options.hosts}-{options.rate}.json"
+    try:
+        bits_per_second(options.rate)
+    except ValueError as error:
+        parser.error(str(error))
+    for name in ("hosts", "rounds", "steps", "batch_size", "seq_len", "timeout"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive")
+    return options
+
+
+def run_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Make the hosts, run one rank on each, return what each rank wrote."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        hosts = stack.enter_context(switched_hosts(options.hosts, options.rate))
+        ranks: list[subprocess.Popen[bytes]] = []
+        for host in hosts:
+            rank = _start(host, hosts[0].address, options, folder)
+            stack.callback(_end, rank)
+            ranks.append(rank)
+        _wait(ranks, folder, options.timeout)
+        return [json.loads((folder / f"{host.index}.json").read_text()) for host in hosts]
+
+
+def _start(
+    host: Host, store_address: str, options: argparse.Namespace, folder: Path
+) -> subprocess.Popen[bytes]:
+    config = {
+        name: getattr(options, name)
+        for name in ("contestants", "rounds", "steps", "batch_size", "seq_len", "timeout")
+    }
+    environment = os.environ | {
+        "RANK": str(host.index),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(options.hosts),
+        "MASTER_ADDR": store_address,
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # namespaces have no name service to warn about
+        "DS_ACCELERATOR": "cpu",
+        # This checkout is measured, whatever is installed.
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+    }
+    results = folder / f"{host.index}.json"
+    with (folder / f"{host.index}.log").open("wb") as log:
+        return subprocess.Popen(
+            host.command([sys.executable, str(HERE / "rank.py"), json.dumps(config), str(results)]),
+            env=environment,
+            stdout=None if host.index == 0 else log,
+            stderr=log,
+            # Ctrl-C goes to the launcher alone, which ends the ranks in order.
+            start_new_session=True,
+        )
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while any(rank.poll() is None for rank in ranks):
+        if any(rank.poll() for rank in ranks):
+            break
+        if time.monotonic() > deadline:
+            stuck = {i: f"after {timeout:g} s" for i, r in enumerate(ranks) if r.poll() is None}
+            for i in stuck:
+                ranks[i].send_signal(signal.SIGUSR1)  # rank.py answers with its traceback
+            time.sleep(0.5)
+            raise RunError("the time was over\n\n" + _logs(folder, stuck))
+        time.sleep(0.1)
+    failed = {i: f"exit status {rank.returncode}" for i, rank in enumerate(ranks) if rank.poll()}
+    if failed:
+        raise RunError(_logs(folder, failed))
+
+
+def _logs(folder: Path, remarks: dict[int, str]) -> str:
+    parts = []
+    for rank, remark in remarks.items():
+        lines = (folder / f"{rank}.log").read_text(errors="replace").splitlines()
+        parts.append("\n".join([f"rank {rank}, {remark}:", *lines[-60:]]))
+    return "\n\n".join(parts)
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    for other in _STOP_SIGNALS:
+        signal.signal(other, signal.SIG_IGN)  # a second Ctrl-C must not stop the cleaning up
+    sys.exit(128 + number)
+
+
+def _end(rank: subprocess.Popen[bytes]) -> None:
+    rank.kill()
+    rank.wait()
+
+
+def describe_machine() -> dict[str, Any]:
+    """What a reader needs to judge the times, and nothing that names the machine."""
+    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    memory = re.search(r"MemTotal:\s*(\d+) kB", Path("/proc/meminfo").read_text())
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    return {
+        "cpu": cpu[1] if cpu else "unknown",
+        "cores": os.cpu_count(),
+        "memory_gib": round(int(memory[1]) / 2**20, 1) if memory else None,
+        "tcp_congestion_control": control.read_text().strip(),
+        "load_average_at_start": os.getloadavg()[0],
+    }
+
+
+def _command(options: argparse.Namespace) -> str:
+    names = ("hosts", "rate", "rounds", "steps", "batch_size", "seq_len")
+    values = [f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names]
+    contestants = f"--contestants {','.join(options.contestants)}"
+    out = f"--out benchmarks/results/{options.out.name}"
+    return " ".join(["python benchmarks/hosts.py", *values, contestants, out])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark and write its table, its JSON and its picture."""
+    options = parse(argv)
+    for number in _STOP_SIGNALS:
+        signal.signal(number, _leave)
+    machine = describe_machine()
+    try:
+        ranks = run_ranks(options)
+    except (RunError, RuntimeError, PermissionError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    result = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": _command(options),
+        "options": {k: v for k, v in vars(options).items() if k != "out"},
+        "machine": machine,
+        "versions": ranks[0]["versions"],
+        "model": {
+            "name": "GPT_17M",
+            "num_parameters": ranks[0]["parameter_bytes"] // 4,
+            "bytes": ranks[0]["parameter_bytes"],
+        },
+        "contestants": summarise(ranks, options.steps),
+        "unavailable": ranks[0]["unavailable"],
+        "raw_by_rank": [rank["tracks"] for rank in ranks],
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{table(result)}\n\n{options.out}")
+    picture = options.out.with_suffix(".png")
+    if result["contestants"] and draw(result, picture):
+        print(picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

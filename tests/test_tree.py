@@ -1,0 +1,219 @@
+"""Optimizer state as text and tensors: what goes in comes out, bit for bit, without pickle."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardstep.checkpoint.tree import INLINE_NBYTES, Leaf, decode, encode, leaves
+
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
+
+CPU = torch.device("cpu")
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
+
+
+def as_made(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.movedim(0, -1) if tensor.ndim > 1 else tensor
+
+
+def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[..., ::2] if tensor.ndim else tensor
+
+
+def repeated(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.expand(3, *tensor.shape)
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[1:] if tensor.ndim else tensor
+
+
+FORMS = [as_made, channels_last, transposed, with_gaps, repeated, shifted]
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The elements in logical order, as bytes: NaNs and signed zeros compare as well."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype = draw(st.sampled_from(DTYPES))
+    sizes = st.sampled_from([0, 1, 2, 3, 5])
+    shape = draw(st.one_of(st.just(()), st.lists(sizes, max_size=4).map(tuple)))
+    numel = torch.Size(shape).numel()
+    # Random bits, not numbers: NaNs with payloads, infinities and denormals come up too.
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    high = 2 if dtype is torch.bool else 256
+    bits = torch.randint(high, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return draw(st.sampled_from(FORMS))(bits.view(dtype).reshape(shape))
+
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), tensors()
+)
+keys = st.one_of(st.text(max_size=5), st.integers(-3, 300))
+trees = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return alike and raw(one) == raw(other)
+    if isinstance(one, float):
+        return repr(one) == repr(other)  # so that nan is nan and -0.0 is not 0.0
+    if isinstance(one, (list, tuple)):
+        alike = type(one) is type(other) and len(one) == len(other)
+        return alike and all(map(same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    return type(one) is type(other) and bool(one == other)
+
+
+def round_trip(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Send the structure as text and the tensors by hand, as another process would get them."""
+    node, sent = encode(value)
+    arriving = iter([tensor.clone() for tensor in sent])
+
+    def make(leaf: Leaf) -> torch.Tensor:
+        tensor = next(arriving)
+        assert (tensor.dtype, tensor.shape) == (leaf.dtype, leaf.shape)
+        if leaf.data is not None:
+            tensor = leaf.empty(CPU)  # small: all of it has to be in the text
+        assert tensor.stride() == leaf.stride or tensor.numel() == 0
+        return tensor
+
+    result = decode(json.loads(json.dumps(node)), make)
+    assert next(arriving, None) is None, "a tensor was listed but not described"
+    return result, sent
+
+
+@given(trees)
+def test_what_is_encoded_comes_back_bit_for_bit(value: Any) -> None:
+    result, _ = round_trip(value)
+    assert same(value, result)
+
+
+@given(tensors())
+def test_small_tensors_travel_in_the_text_and_large_ones_do_not(tensor: torch.Tensor) -> None:
+    node, sent = encode({"state": [tensor]})
+    (leaf,) = leaves(json.loads(json.dumps(node)))
+    assert leaf.path == "state.0"
+    assert leaf.on_cpu
+    assert (leaf.data is not None) == (tensor.nbytes <= INLINE_NBYTES)
+    assert len(sent) == 1
+    if leaf.data is not None:
+        assert same(tensor, leaf.empty(CPU))
+
+
+@pytest.mark.parametrize("numel", [15, 16, 17, 1000])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dense_tensors_keep_their_memory_format_and_are_not_copied(
+    form: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, numel: int
+) -> None:
+    tensor = form(torch.arange(numel * 4).reshape(2, 2, 1, numel).to(dtype))
+    result, (sent,) = round_trip(tensor)
+    assert same(tensor, result)
+    if form in (as_made, channels_last, transposed, shifted):
+        assert result.stride() == tensor.stride()
+        assert sent.data_ptr() == tensor.data_ptr()
+
+
+def test_the_order_and_the_paths_of_the_leaves_follow_the_structure() -> None:
+    value = {
+        "step": torch.tensor(3.0),
+        "factors": [torch.ones(100), (torch.zeros(2, 50), {7: torch.ones(3)})],
+        "beta": 0.9,
+    }
+    node, sent = encode(value)
+    found = leaves(node)
+    assert [leaf.path for leaf in found] == ["step", "factors.0", "factors.1.0", "factors.1.1.7"]
+    assert [leaf.shape for leaf in found] == [tuple(tensor.shape) for tensor in sent]
+
+
+def test_parameters_lose_their_graph_and_mappings_become_dicts() -> None:
+    value = OrderedDict(weight=torch.nn.Parameter(torch.ones(3)))
+    result, (sent,) = round_trip(value)
+    assert type(result) is dict
+    assert type(sent) is torch.Tensor
+    assert not sent.requires_grad
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+@pytest.mark.parametrize(
+    ("bad", "name"),
+    [
+        (object(), "object"),
+        ({1, 2}, "set"),
+        (1j, "complex"),
+        (b"raw", "bytes"),
+        (torch.float32, "dtype"),
+        (Pair(1, 2), "Pair"),
+        (lambda: None, "function"),
+        (torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True), "sparse_coo"),
+        ({(1, 2): 3}, "key of type tuple"),
+        ({None: 3}, "key of type NoneType"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_text_cannot_hold_is_refused_by_its_path(bad: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=f"state 'momentum.0.inner' .*{name}"):
+        encode({"momentum": [{"inner": bad}]})
+
+
+@pytest.mark.parametrize("numel", [3, 100])
+@pytest.mark.parametrize("lazy", [torch.conj, torch._neg_view], ids=["conjugated", "negated"])
+def test_lazily_conjugated_and_negated_tensors_come_back_as_their_values(
+    lazy: Callable[[torch.Tensor], torch.Tensor], numel: int
+) -> None:
+    tensor = lazy(torch.complex(torch.arange(float(numel)), torch.ones(numel)))
+    assert tensor.is_conj() or tensor.is_neg()
+    node, sent = encode({"exp_avg": tensor})
+    # What travels is the bytes.
+    result = leaves(node)[0].empty(CPU)
+    if numel == 100:
+        result.view(torch.uint8).copy_(sent[0].view(torch.uint8))
+    assert torch.equal(result, tensor)
