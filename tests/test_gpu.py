@@ -1,0 +1,157 @@
+"""On a CUDA device: the same numbers, state where it belongs, several devices in one model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ranks import run_ranks
+from shardstep import ZeroRedundancyOptimizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+AdamW = torch.optim.AdamW
+
+
+def _model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(96, 300), nn.GELU(), nn.Linear(300, 200), nn.LayerNorm(200), nn.Linear(200, 7)
+    )
+
+
+class _TwoDevices(nn.Module):
+    """Half on the CPU, half on the accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.near = nn.Linear(96, 300)
+        self.far = nn.Linear(300, 7).cuda()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.far(torch.relu(self.near(x.cpu())).cuda())
+
+
+def _train(run: nn.Module, opt: Any, steps: int, device: str = "cuda") -> list[float]:
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(100 * step + (dist.get_rank() if dist.is_initialized() else 0))
+        x = torch.randn(16, 96).to(device)
+        loss = run(x).float().square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def _alone(fused: bool, view: bool, with_module: bool) -> list[str]:
+    """One rank under NCCL against the plain optimizer, through a save and a load."""
+    failures = []
+    plain, ours = _model().cuda(), _model().cuda()
+    options = {"lr": 1e-2, "fused": fused}
+    a = AdamW(plain.parameters(), **options)
+
+    def wrap(model: nn.Module) -> ZeroRedundancyOptimizer:
+        module = {"module": model} if with_module else {}
+        return ZeroRedundancyOptimizer(
+            model.parameters(), AdamW, parameters_as_bucket_view=view, **module, **options
+        )
+
+    b = wrap(ours)
+    if _train(plain, a, 10) != _train(ours, b, 10) or not _same(plain, ours):
+        failures.append("training differs")
+    b.consolidate_state_dict()
+    saved = b.state_dict()
+    for index, entry in a.state_dict()["state"].items():
+        for key, value in entry.items():
+            if not torch.equal(saved["state"][index][key], value.cpu()):
+                failures.append(f"{index}.{key} differs")
+    again = _model().cuda()
+    again.load_state_dict(ours.state_dict())
+    c = wrap(again)
+    c.load_state_dict(saved)
+    for entry in c.optim.state.values():
+        if entry["step"].is_cuda is not fused or not entry["exp_avg"].is_cuda:
+            failures.append("state is on the wrong device")
+    if _train(plain, a, 5) != _train(again, c, 5) or not _same(plain, again):
+        failures.append("training on differs")
+    return failures
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("view", "with_module"), [(False, False), (True, False), (False, True)])
+def test_one_rank_under_nccl_gives_the_plain_optimizers_numbers(
+    fused: bool, view: bool, with_module: bool
+) -> None:
+    assert run_ranks(_alone, 1, fused, view, with_module, backend="nccl") == [[]]
+
+
+def _against_ddp(overlap: bool, layout: str) -> list[str]:
+    failures = []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    ddp = DistributedDataParallel(_model().cuda())
+    expected = _train(ddp, AdamW(ddp.parameters(), lr=1e-2), 30)
+    one = _model().cuda()
+    wrapped = DistributedDataParallel(one)
+    opt1 = ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, layout=layout, lr=1e-2)
+    if _train(wrapped, opt1, 30) != expected or not _same(one, ddp.module):
+        failures.append("ZeRO-1 differs from DDP")
+    two = _model(seed=dist.get_rank()).cuda()
+    opt2 = ZeroRedundancyOptimizer(
+        two.parameters(),
+        AdamW,
+        module=two,
+        layout=layout,
+        overlap=overlap,
+        bucket_bytes=100_000,
+        lr=1e-2,
+    )
+    if _train(two, opt2, 30) != expected or not _same(two, ddp.module):
+        failures.append("ZeRO-2 differs from DDP")
+    return failures
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("layout", ["sliced", "whole"])
+def test_two_ranks_on_one_device_equal_ddp_bit_for_bit(overlap: bool, layout: str) -> None:
+    assert run_ranks(_against_ddp, 2, overlap, layout) == [[], []]
+
+
+def _two_devices(view: bool) -> list[str]:
+    plain, ours = _TwoDevices(), _TwoDevices()
+    a = AdamW(plain.parameters(), lr=1e-2)
+    b = ZeroRedundancyOptimizer(ours.parameters(), AdamW, parameters_as_bucket_view=view, lr=1e-2)
+    for step in range(10):
+        torch.manual_seed(step)
+        x = torch.randn(16, 96)
+        for model, opt in ((plain, a), (ours, b)):
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    failures = [] if _same(plain, ours) else ["parameters differ"]
+    b.consolidate_state_dict()
+    return failures
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_model_over_two_devices_is_sharded_on_both(view: bool) -> None:
+    assert run_ranks(_two_devices, 2, view) == [[], []]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_a_model_over_two_devices_works_under_nccl(backend: str) -> None:
+    assert run_ranks(_two_devices, 1, True, backend=backend) == [[]]
