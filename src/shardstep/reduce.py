@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +48,6 @@ class _Lane:
         buffer: where its gradients are packed; shared with every POOL-th bucket.
         views: where each parameter lies in the buffer, in the parameter's shape.
         shard: this rank's segment of the reduced gradient.
-        own: this rank's segment of the buffer.
     """
 
     bucket: Bucket
@@ -56,7 +55,6 @@ class _Lane:
     buffer: torch.Tensor
     views: list[torch.Tensor]
     shard: torch.Tensor
-    own: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -133,35 +131,41 @@ class ShardedGradients:
     # ------------------------------------------------------------------------------- laying out
 
     def _lay_lanes(self) -> list[_Lane]:
-        lanes: list[_Lane] = []
-        pool: dict[torch.device, list[torch.Tensor]] = {}
-        largest: dict[torch.device, int] = {}
         order = list(reversed(self._plan.training_buckets))
-        for bucket in order:
-            device = self._params[bucket.slots[0].param].device
-            largest[device] = max(largest.get(device, 0), bucket.nbytes)
-        for device, nbytes in largest.items():
-            pool[device] = [
-                torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in order[:POOL]
-            ]
-        for number, bucket in enumerate(order):
-            params = [slot.param for slot in bucket.slots]
-            device = self._params[params[0]].device
-            whole = pool[device][number % POOL]
-            buffer = whole[: bucket.nbytes].view(bucket.dtype)
-            views = [
-                buffer.as_strided(
-                    self._plan.specs[slot.param].shape,
-                    self._plan.specs[slot.param].stride,
-                    buffer.storage_offset() + slot.bucket_offset,
-                )
-                for slot in bucket.slots
-            ]
+        devices = [self._params[bucket.slots[0].param].device for bucket in order]
+        # Every POOL-th bucket of a device shares a buffer, which is as long as its longest.
+        largest: dict[tuple[torch.device, int], int] = {}
+        for number, (bucket, device) in enumerate(zip(order, devices, strict=True)):
+            place = (device, number % POOL)
+            largest[place] = max(largest.get(place, 0), bucket.nbytes)
+        pool: dict[tuple[torch.device, int], torch.Tensor] = {}
+        lanes: list[_Lane] = []
+        for number, (bucket, device) in enumerate(zip(order, devices, strict=True)):
+            place = (device, number % POOL)
             segment = bucket.segment(self._comm.group_rank)
             shard = torch.zeros(segment.numel, dtype=bucket.dtype, device=device)
-            lanes.append(_Lane(bucket, params, buffer, views, shard, buffer[segment.slice]))
+            if self._comm.world_size == 1:
+                buffer = shard  # nothing travels: gradients are packed where they are kept
+            else:
+                if place not in pool:
+                    pool[place] = torch.zeros(largest[place], dtype=torch.uint8, device=device)
+                buffer = pool[place][: bucket.nbytes].view(bucket.dtype)
+            params = [slot.param for slot in bucket.slots]
+            lanes.append(_Lane(bucket, params, buffer, self._views(bucket, buffer), shard))
             self._lane_of.update(dict.fromkeys(params, number))
         return lanes
+
+    def _views(self, bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Where each parameter of `bucket` lies in `buffer`, in the parameter's shape."""
+        specs = self._plan.specs
+        return [
+            buffer.as_strided(
+                specs[slot.param].shape,
+                specs[slot.param].stride,
+                buffer.storage_offset() + slot.bucket_offset,
+            )
+            for slot in bucket.slots
+        ]
 
     def _grads_of_pieces(self) -> dict[int, torch.Tensor]:
         """For each piece of this rank, its place in the reduced gradient."""
@@ -272,33 +276,30 @@ class ShardedGradients:
         current.launched += 1
         while len(self._in_flight) >= POOL:
             self._land()
-        kept = self._pack(lane)
-        scratch = lane.shard if not kept else torch.empty_like(lane.shard)
+        # What nobody has cleared since the last round is added to.
+        kept = {i for i in lane.params if isinstance(self._params[i].grad, ShardedGrad)}
+        buffer, views, out = lane.buffer, lane.views, lane.shard
+        if kept:
+            out = torch.empty_like(lane.shard)
+            if buffer is lane.shard:
+                buffer, views = out, self._views(lane.bucket, out)
+        self._pack(lane.params, views)
 
         def arrive() -> None:
-            if scratch is not lane.shard:
-                for index in lane.params:
-                    if index not in kept and index in self._grads:
-                        self._grads[index].zero_()
-                lane.shard.add_(scratch)
+            if out is not lane.shard:
+                self._clear([index for index in lane.params if index not in kept])
+                lane.shard.add_(out)
 
-        pending = self._comm.reduce_scatter(lane.buffer, lane.bucket.cuts, scratch)
+        pending = self._comm.reduce_scatter(buffer, lane.bucket.cuts, out)
         self._in_flight.append(_InFlight(pending, arrive))
 
-    def _pack(self, lane: _Lane) -> set[int]:
-        """Move the gradients of a bucket into its buffer.
-
-        Returns:
-            The parameters whose gradient is added to what the shard has already: those whose
-            `grad` nobody has cleared since the last round.
-        """
-        kept: set[int] = set()
+    def _pack(self, params: Sequence[int], views: Sequence[torch.Tensor]) -> None:
+        """Move the gradients of a bucket into its buffer."""
         scale = 1.0 / self._comm.world_size
-        for index, view in zip(lane.params, lane.views, strict=True):
+        for index, view in zip(params, views, strict=True):
             param = self._params[index]
             grad = param.grad
             if isinstance(grad, ShardedGrad):
-                kept.add(index)
                 grad = grad.take_incoming()
             else:
                 self._used_here.discard(index)
@@ -310,7 +311,6 @@ class ShardedGradients:
                     grad = grad.to_dense()
                 torch.mul(grad.detach(), scale, out=view)
             param.grad = self._standing[index]
-        return kept
 
     def _tell_used(self) -> None:
         """Let every rank know which parameters had a gradient here."""
@@ -447,6 +447,10 @@ class ShardedGradients:
     def _zero_grads(self, params: Sequence[int]) -> None:
         for index in params:
             self._standing[index].take_incoming()
+        self._clear(params)
+
+    def _clear(self, params: Iterable[int]) -> None:
+        for index in params:
             if index in self._grads:
                 self._grads[index].zero_()
 
