@@ -51,11 +51,16 @@ def gradient_bytes(model: nn.Module, optimizer: Any) -> int | None:
 
     None where there is no `.grad`: the gradients are kept elsewhere. Memory is counted once
     however many gradients view it. What a wrapper keeps to itself, such as DDP's reduction
-    buckets when gradients do not view them, cannot be seen from here.
+    buckets when gradients do not view them, cannot be seen from here; of ours, the buffers that
+    gradients pass through are counted too.
     """
     owners = [*model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
     held: dict[int, int] = {}
     for owner in owners:
+        keeper = getattr(owner.grad, "keeper", None)
+        if keeper is not None:  # ours stands in for a gradient that lies with its keeper
+            held[id(keeper)] = keeper.nbytes
+            continue
         for grad in _local_tensors(owner.grad):
             storage = grad.untyped_storage()
             held[storage.data_ptr()] = storage.nbytes()

@@ -3,18 +3,35 @@
 Each wraps a real `Comm` and does what that does, less kindly: a result is nowhere to be seen before
 `wait()`, operations finish in any order, every call is written down. They nest.
 
-    opt._comm = Counting(LateArrival(opt._comm))
+    with behind_the_door(LateArrival):
+        opt = ZeroRedundancyOptimizer(params, torch.optim.AdamW)
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
+from shardstep import comm, optimizer
 from shardstep.comm import Comm, Pending
+
+
+@contextmanager
+def behind_the_door(double: Callable[[Comm], Comm]) -> Iterator[list[Comm]]:
+    """Optimizers made within communicate through doubles, which come in the list."""
+    made: list[Comm] = []
+
+    def connect(process_group: Any) -> Comm:
+        made.append(double(comm.connect(process_group)))
+        return made[-1]
+
+    with mock.patch.object(optimizer, "connect", connect):
+        yield made
 
 
 class Wrapped:
@@ -26,6 +43,10 @@ class Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def again(self) -> Comm:
+        """The same double over connections of its own."""
+        return type(self)(self._inner.again())
+
 
 def spoil(buffer: torch.Tensor) -> None:
     """Fill with what no test takes for a result: NaN, or all bits set."""
@@ -36,9 +57,9 @@ def spoil(buffer: torch.Tensor) -> None:
 
 
 class LateArrival(Wrapped):
-    """A gather whose buffer is NaN, this rank's segment included, until it is waited for.
+    """What is to be filled is NaN, this rank's own segment included, until it is waited for.
 
-    What is sent is what was in the segment at the call: writing to it in flight has no effect.
+    What is sent is what was there at the call: writing to it in flight has no effect.
     """
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
@@ -46,6 +67,14 @@ class LateArrival(Wrapped):
         pending = self._inner.all_gather(hidden, cuts)
         spoil(buffer)
         return _Late(pending, hidden, buffer)
+
+    def reduce_scatter(
+        self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
+    ) -> Pending:
+        hidden = torch.empty_like(out)
+        pending = self._inner.reduce_scatter(buffer.clone(), cuts, hidden)
+        spoil(out)
+        return _Late(pending, hidden, out)
 
 
 class _Late:
@@ -63,20 +92,30 @@ class _Late:
 
 
 class AnyOrder(Wrapped):
-    """Gathers that finish in an order of their own: some long before anybody waits for them.
+    """Operations finish in an order of their own: some long before anybody waits for them.
 
-    Whenever one is waited for, others that are in flight land first, in shuffled order. A buffer
-    that is used for something else in the meantime is overwritten.
+    Whenever one is waited for, others that are in flight land first, in shuffled order, another on
+    every rank. A buffer that is used for something else in the meantime is overwritten.
     """
 
-    def __init__(self, inner: Comm, seed: int) -> None:
+    def __init__(self, inner: Comm) -> None:
         super().__init__(LateArrival(inner))
-        self._random = random.Random(seed)
+        self._random = random.Random(inner.group_rank)
         self._in_flight: list[_Late] = []
         self.landed_early = 0
 
+    def again(self) -> Comm:
+        return AnyOrder(self._inner._inner.again())
+
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
-        pending = self._inner.all_gather(buffer, cuts)
+        return self._fly(self._inner.all_gather(buffer, cuts))
+
+    def reduce_scatter(
+        self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
+    ) -> Pending:
+        return self._fly(self._inner.reduce_scatter(buffer, cuts, out))
+
+    def _fly(self, pending: Pending) -> Pending:
         assert isinstance(pending, _Late)
         self._in_flight.append(pending)
         return _Shuffled(self, pending)

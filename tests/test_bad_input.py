@@ -122,7 +122,7 @@ DIFFERENT: Differing = {
     ),
     "another bucket size": (
         lambda rank: {"params": [p(200, 200), p(200, 200)], "bucket_bytes": [1, 2**20][rank]},
-        "bucket_bytes=1[^0-9]",
+        r"bucket_bytes=1\b",
         "bucket_bytes=1048576",
     ),
 }

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from doubles import AnyOrder, Counting, LateArrival
+from doubles import AnyOrder, Counting, LateArrival, behind_the_door
 from ranks import run_ranks
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.comm import SoloComm
+from shardstep.comm import Comm
 
 STEPS = 3
 
 WAYS = [(layout, view) for layout in ("sliced", "whole") for view in (False, True)]
+DOUBLES: dict[str, Callable[[Comm], Comm]] = {
+    "late": LateArrival,
+    "any order": AnyOrder,
+    "counting": Counting,
+}
+
 each_way = pytest.mark.parametrize(("layout", "view"), WAYS)
 
 
@@ -51,34 +58,26 @@ def unsharded() -> list[torch.Tensor]:
 
 def step_through(double: str, layout: str, view: bool) -> dict[str, Any]:
     params = make_params()
-    opt = ZeroRedundancyOptimizer(
-        params,
-        torch.optim.AdamW,
-        layout=layout,
-        parameters_as_bucket_view=view,
-        bucket_bytes=1,
-        lr=0.1,
-    )
-    inner = opt._comm
-    if double == "late":
-        inner = LateArrival(inner)
-    elif double == "any order":
-        inner = AnyOrder(inner, seed=dist.get_rank())  # another order on every rank
-    opt._comm = counting = Counting(inner)
-    launched_by_step, unawaited_by_step = [], []
+    with behind_the_door(DOUBLES[double]) as doubles:
+        opt = ZeroRedundancyOptimizer(
+            params,
+            torch.optim.AdamW,
+            layout=layout,
+            parameters_as_bucket_view=view,
+            bucket_bytes=1,
+            lr=0.1,
+        )
+    (comm,) = doubles
+    by_step = []
     for step in range(STEPS):
         fill_gradients(params, step)
         opt.step()
-        launched_by_step.append(len(counting.launched))
-        unawaited_by_step.append(counting.unawaited)
+        if isinstance(comm, Counting):
+            by_step.append((len(comm.launched), comm.unawaited))
     return {
+        "comm": {key: value for key, value in vars(comm).items() if not key.startswith("_")},
+        "by step": by_step,
         "params": [param.detach().clone() for param in params],
-        "launched": counting.launched,
-        "launched by step": launched_by_step,
-        "waited": sorted(counting.waited),
-        "unawaited by step": unawaited_by_step,
-        "most in flight": counting.most_in_flight,
-        "landed early": getattr(inner, "landed_early", 0),
         "cuts": [tuple(bucket.cuts) for bucket in opt.plan.training_buckets],
     }
 
@@ -101,7 +100,7 @@ def test_nothing_is_read_from_a_gather_that_has_not_arrived(
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gathers_may_finish_in_any_order(layout: str, view: bool, world_size: int) -> None:
     ranks = run_ranks(step_through, world_size, "any order", layout, view)
-    assert any(rank["landed early"] for rank in ranks), "the order was never another"
+    assert any(rank["comm"]["landed_early"] for rank in ranks), "the order was never another"
     for rank in ranks:
         assert_unsharded(rank["params"])
 
@@ -110,28 +109,63 @@ def test_gathers_may_finish_in_any_order(layout: str, view: bool, world_size: in
 def test_a_step_gathers_each_training_bucket_once_and_waits_for_all(
     layout: str, view: bool
 ) -> None:
-    ranks = run_ranks(step_through, 2, "none", layout, view)
+    ranks = run_ranks(step_through, 2, "counting", layout, view)
     cuts = ranks[0]["cuts"]
     assert len(cuts) >= 5, "too few buckets to tell"
     for rank in ranks:
-        assert rank["launched"] == cuts * STEPS, "one gather per bucket, in the plan's order"
-        assert rank["launched by step"] == [len(cuts) * (n + 1) for n in range(STEPS)]
-        assert rank["waited"] == list(range(len(cuts) * STEPS)), "each waited for, once"
-        assert rank["unawaited by step"] == [[]] * STEPS
-        assert rank["most in flight"] == (len(cuts) if view else 2)
+        seen = rank["comm"]
+        assert seen["launched"] == cuts * STEPS, "one gather per bucket, in the plan's order"
+        assert rank["by step"] == [(len(cuts) * (step + 1), []) for step in range(STEPS)]
+        assert sorted(seen["waited"]) == list(range(len(cuts) * STEPS)), "each waited for, once"
+        assert seen["most_in_flight"] == (len(cuts) if view else 2)
         assert_unsharded(rank["params"])
 
 
 @each_way
 def test_one_rank_gathers_nothing(layout: str, view: bool) -> None:
-    params = make_params()
-    opt = ZeroRedundancyOptimizer(
-        params, torch.optim.AdamW, layout=layout, parameters_as_bucket_view=view, lr=0.1
+    seen = step_through("counting", layout, view)
+    assert seen["comm"]["launched"] == []
+    assert_unsharded(seen["params"])
+
+
+# ------------------------------------------------------------- with the module handed over
+
+
+def train(double: str | None, layout: str) -> list[torch.Tensor]:
+    """Losses and parameters of a few steps with gathers and reductions under way meanwhile."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(60, 300), torch.nn.Tanh(), torch.nn.Linear(300, 200), torch.nn.Tanh()
     )
-    assert isinstance(opt._comm, SoloComm)
-    opt._comm = counting = Counting(opt._comm)
+    model.append(torch.nn.Linear(200, 5))
+    door = behind_the_door(DOUBLES[double]) if double else nullcontext()
+    with door:
+        opt = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, module=model, layout=layout, bucket_bytes=1
+        )
+    assert len(opt.plan.training_buckets) >= 3
+    results = []
     for step in range(STEPS):
-        fill_gradients(params, step)
+        generator = torch.Generator().manual_seed(10 * step + opt.rank)
+        loss = model(torch.rand(8, 60, generator=generator)).pow(2).sum()
+        loss.backward()
         opt.step()
-    assert counting.launched == []
-    assert_unsharded(params)
+        opt.zero_grad()
+        results.append(loss.detach())
+    return results + [param.detach().clone() for param in model.parameters()]
+
+
+def train_with_and_without(double: str, layout: str) -> None:
+    results, expected = train(double, layout), train(None, layout)
+    assert all(torch.isfinite(value).all() for value in expected)
+    for result, value in zip(results, expected, strict=True):
+        assert torch.equal(result, value)
+
+
+@pytest.mark.parametrize("double", ["late", "any order"])
+@pytest.mark.parametrize("layout", ["sliced", "whole"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_communication_that_overlaps_the_model_may_be_late_and_in_any_order(
+    double: str, layout: str, world_size: int
+) -> None:
+    run_ranks(train_with_and_without, world_size, double, layout)

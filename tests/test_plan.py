@@ -267,6 +267,27 @@ def test_known_models_are_divided_fairly(
     assert max(map(whole.numel, range(world_size))) <= 4 / 3 * max(mean, biggest)
 
 
+def test_sliced_stays_fair_however_small_the_buckets_are_wanted() -> None:
+    """Rounding a cut up to a unit must not cost more than a percent: buckets have a least size."""
+    specs = llama3_8b()
+    plan = ShardPlan.make(specs, 1024, "sliced", bucket_bytes=1)
+    mean = sum(spec.numel for spec in specs) / 1024
+    assert max(map(plan.numel, range(1024))) <= 1.01 * mean
+
+
+def test_whole_balances_bytes_not_elements() -> None:
+    dtypes = [torch.float64, torch.float32, torch.float32]
+    specs = [ParamSpec.of(f"p{n}", (1000,), dtype) for n, dtype in enumerate(dtypes)]
+    plan = ShardPlan.make(specs, 2, "whole")
+    assert [share(plan, rank).nbytes for rank in range(2)] == [8000, 8000]
+
+
+def test_a_bucket_of_exactly_bucket_bytes_is_full() -> None:
+    specs = [ParamSpec.of(f"p{n}", (1024, 64)) for n in range(3)]
+    plan = ShardPlan.make(specs, 2, bucket_bytes=1024 * 64 * 4)
+    assert [len(bucket.slots) for bucket in plan.buckets] == [1, 1, 1]
+
+
 def test_the_models_have_the_parameters_they_are_known_for() -> None:
     assert sum(spec.numel for spec in gpt2_124m()) == 124_439_808
     assert sum(spec.numel for spec in llama3_8b()) == 8_030_261_248

@@ -64,7 +64,7 @@ FORMS = [as_made, channels_last, transposed, with_gaps, repeated, shifted]
 
 def raw(tensor: torch.Tensor) -> bytes:
     """The elements in logical order, as bytes: NaNs and signed zeros compare as well."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
 
 

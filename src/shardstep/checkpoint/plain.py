@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from shardstep.buffers import flat
 from shardstep.plan import Interval, ParamSpec, ShardPlan
+from shardstep.probe import ELEMENT_WISE
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -57,7 +58,7 @@ def load_share(
             state[identifier] = value
             continue
         spec = plan.specs[index]
-        if plan.layout == "sliced":
+        if plan.layout == "sliced" or type(local) in ELEMENT_WISE:
             _check(value, spec)
         if index in held:
             state[numbers[index]] = _take(value, held[index], spec)
@@ -134,7 +135,8 @@ def _recast(loaded: Any, saved: Any) -> Any:
         return {key: _recast(loaded[key], item) for key, item in saved.items()}
     if type(saved) in (list, tuple):
         return type(saved)(_recast(a, b) for a, b in zip(loaded, saved, strict=True))
-    return loaded
+    # The base class takes a string for an iterable of characters, and loads something else.
+    return saved
 
 
 def _own(value: Any) -> Any:
