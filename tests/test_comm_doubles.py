@@ -134,10 +134,8 @@ def test_one_rank_gathers_nothing(layout: str, view: bool) -> None:
 def train(double: str | None, layout: str) -> list[torch.Tensor]:
     """Losses and parameters of a few steps with gathers and reductions under way meanwhile."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(60, 300), torch.nn.Tanh(), torch.nn.Linear(300, 200), torch.nn.Tanh()
-    )
-    model.append(torch.nn.Linear(200, 5))
+    model = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.Tanh())
+    model.extend([torch.nn.Linear(300, 100), torch.nn.Tanh(), torch.nn.Linear(100, 5)])
     door = behind_the_door(DOUBLES[double]) if double else nullcontext()
     with door:
         opt = ZeroRedundancyOptimizer(
@@ -147,7 +145,7 @@ def train(double: str | None, layout: str) -> list[torch.Tensor]:
     results = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + opt.rank)
-        loss = model(torch.rand(8, 60, generator=generator)).pow(2).sum()
+        loss = model(torch.rand(8, 100, generator=generator)).pow(2).sum()
         loss.backward()
         opt.step()
         opt.zero_grad()

@@ -13,6 +13,7 @@ import torch
 
 from shardstep.buffers import flat, is_dense
 from shardstep.comm import Comm
+from shardstep.hooks import Hook
 
 
 def names_in(module: torch.nn.Module) -> dict[int, str]:
@@ -73,7 +74,8 @@ class ModuleTie:
         module: the module.
         comm: the ranks.
         broadcast_buffers: whether buffers follow those of one rank, as DDP's do.
-        before_forward: called before a forward pass that may be trained on.
+        before_forward: called before a forward pass that may be trained on; says whether the
+            backward pass through it will be synchronised.
         expect_backward: called within the backward pass through the module's outputs.
     """
 
@@ -82,7 +84,7 @@ class ModuleTie:
         module: torch.nn.Module,
         comm: Comm,
         broadcast_buffers: bool,
-        before_forward: Callable[[], None],
+        before_forward: Callable[[], bool],
         expect_backward: Callable[[], None],
     ) -> None:
         self._module = module
@@ -90,11 +92,11 @@ class ModuleTie:
         self._broadcast_buffers = broadcast_buffers
         self._before_forward = before_forward
         self._expect_backward = expect_backward
-        self._forwards = 0
+        self._apart = False
         self.source = 0
         self._handles = [
-            module.register_forward_pre_hook(self._pre_forward),
-            module.register_forward_hook(self._post_forward),
+            module.register_forward_pre_hook(Hook(self._pre_forward)),
+            module.register_forward_hook(Hook(self._post_forward)),
         ]
 
     def share_start(self) -> None:
@@ -109,19 +111,20 @@ class ModuleTie:
         forward pass; doing it here gives that pass the same buffers, and evaluation, which need not
         run on all ranks, too.
         """
-        self._forwards = 0
+        self._apart = False
         if self._broadcast_buffers:
             broadcast(self._comm, self._module.buffers(), self.source)
 
     def _pre_forward(self, module: torch.nn.Module, args: Any) -> None:
         if not (torch.is_grad_enabled() and module.training):
             return
-        self._before_forward()
+        synchronised = self._before_forward()
         # Not in a forward pass that activation checkpointing runs again inside backward.
         if torch._C._current_graph_task_id() == -1:
-            if self._forwards and self._broadcast_buffers:
+            if self._apart:
                 self.sync_buffers()
-            self._forwards += 1
+            # Like DDP, not behind a forward pass under no_sync: it is to communicate nothing.
+            self._apart = synchronised
 
     def _post_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():

@@ -174,14 +174,22 @@ class _Works:
     def __init__(self, operation: str, works: Sequence[Any]) -> None:
         self._operation = operation
         self._works = works
+        self._error: RuntimeError | None = None
 
     def wait(self) -> None:
         """Wait for each, naming the operation when the backend gives up."""
+        if self._error is not None:
+            # What failed has not arrived the second time it is asked for either.
+            raise self._error
         # Gloo waits in vain for a message that was waited for before.
         works, self._works = self._works, ()
-        with _naming(self._operation):
-            for work in works:
-                work.wait()
+        try:
+            with _naming(self._operation):
+                for work in works:
+                    work.wait()
+        except RuntimeError as error:
+            self._error = error
+            raise
 
 
 class _Then:

@@ -23,6 +23,7 @@ where they are launched.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ import torch
 
 from shardstep.buffers import Home
 from shardstep.comm import Comm, Pending
+from shardstep.hooks import Hook
 from shardstep.plan import Bucket, ShardPlan
 
 
@@ -124,13 +126,14 @@ class GatherAhead:
             [params[slot.param] for slot in bucket.slots] for bucket in plan.training_buckets
         ]
         self._in_flight: dict[int, Pending] = {}
+        self._lock = threading.RLock()
         bucket_of = {param: number for number, held in enumerate(self._params) for param in held}
-        self._handles = []
+        self._handles = [module.register_forward_pre_hook(Hook(self._before_evaluation))]
         for part in module.modules():
             own = {bucket_of[p] for p in part.parameters(recurse=False) if p in bucket_of}
             if own:
                 self._handles.append(
-                    part.register_forward_pre_hook(self._before_forward(sorted(own)))
+                    part.register_forward_pre_hook(Hook(self._before_forward(sorted(own))))
                 )
         self._ahead = not _runs_outside_python(module)
         _alive.add(self)
@@ -143,6 +146,12 @@ class GatherAhead:
                     self._land_bucket(number)
 
         return wait_for_own
+
+    def _before_evaluation(self, module: torch.nn.Module, args: Any) -> None:
+        # Fused inference kernels are passed over for a tensor that overrides anything, and what is
+        # used instead rounds differently.
+        if not module.training:
+            self.land()
 
     def launch(self) -> None:
         """Send this rank's segments and ask for the others'. Called on every rank."""
@@ -164,14 +173,19 @@ class GatherAhead:
             self._land_bucket(number)
 
     def _land_bucket(self, number: int) -> None:
-        pending = self._in_flight.pop(number, None)
-        if pending is None:
-            return
-        pending.wait()
-        for param in self._params[number]:
-            if isinstance(param, _Watched):
-                del param._shardstep_flight
-                param.__class__ = param._shardstep_class
+        # Whoever else asks meanwhile, in another thread, has to wait as well.
+        with self._lock:
+            pending = self._in_flight.get(number)
+            if pending is None:
+                return
+            # If this raises, the bucket stays in flight: its values have not come, and nobody may
+            # take what is there for them.
+            pending.wait()
+            for param in self._params[number]:
+                if isinstance(param, _Watched):
+                    param.__class__ = param._shardstep_class
+                    del param._shardstep_flight
+            del self._in_flight[number]
 
     def stay(self) -> None:
         """From now on, let gathers land where they are launched, and leave the modules alone."""
@@ -206,8 +220,10 @@ class _Watched:
                 return func(*args, **(kwargs or {}))
         for leaf in _flatten((args, kwargs)):
             if isinstance(leaf, _Watched):
-                gather, number = leaf._shardstep_flight
-                gather._land_bucket(number)
+                flight = getattr(leaf, "_shardstep_flight", None)
+                if flight is not None:  # it may have landed just now, in another thread
+                    gather, number = flight
+                    gather._land_bucket(number)
         return func(*args, **(kwargs or {}))
 
 

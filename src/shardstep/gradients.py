@@ -40,6 +40,9 @@ class Gradients(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """While this lasts, gradients are only added up on each rank."""
 
+    def held(self) -> bool:
+        """Whether there are gradients for a step that are lost with this object."""
+
     def detach(self) -> None:
         """Leave the parameters alone from now on."""
 
@@ -111,6 +114,10 @@ class FullGradients:
             "without module= the gradients are synchronised by somebody else: use that one's "
             "no_sync(), such as DistributedDataParallel's"
         )
+
+    def held(self) -> bool:
+        """They are in `param.grad`, whatever happens here."""
+        return False
 
     def detach(self) -> None:
         """Nothing is attached."""

@@ -7,6 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -146,8 +147,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._gather_comm = self._comm
         if module is not None:
             # Gathers of one step and reductions of the next overlap: neither may queue behind the
-            # other.
+            # other. And neither may meet what another optimizer sends in the same group: a
+            # backward pass through two modules reduces in an order that may differ between ranks.
             self._gather_comm = self._comm.again()
+            self._comm = self._comm.again()
             self._tie = ModuleTie(
                 module, self._comm, broadcast_buffers, self._before_forward, self._expect_backward
             )
@@ -234,21 +237,40 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         device change the plan; like all else that concerns the model, they are done alike on every
         rank, and if they are not, all ranks that did them raise.
         """
-        if self._home.intact() and self._same_trainable():
+        if self._unchanged():
             return
         names = names_in(self._module) if self._module else {}
-        if tuple(describe(self.param_groups, names)) == self._plan.specs:
+        specs = describe(self.param_groups, names)
+        if self._gradients.held():
+            # Freezing and unfreezing between backward and step wait until the gradients, which lie
+            # where the plan in force has put them, are cleared.
+            specs = [
+                replace(spec, trainable=before) if param.grad is None else spec
+                for spec, before, param in zip(specs, self._trainable, self._params, strict=True)
+            ]
+        if tuple(specs) == self._plan.specs:
             self._settle_in()
         else:
             self._replan("following a change of the parameters", self._plan_now)
 
-    def _same_trainable(self) -> bool:
+    def _unchanged(self) -> bool:
+        """Whether the parameters are as and where the plan in force has them."""
         # Parameters in flight are asked without waking them.
         with torch._C.DisableTorchFunctionSubclass():
-            return self._trainable == list(map(is_trainable, self._params))
+            same_trainable = self._trainable == list(map(is_trainable, self._params))
+            return same_trainable and self._home.intact()
 
     def _replan(self, what: str, make: Callable[[], tuple[ShardPlan, list[str]]]) -> None:
-        """Adopt another plan and move the state to its new owners. Called on every rank."""
+        """Adopt another plan and move the state to its new owners. Called on every rank.
+
+        Raises:
+            RuntimeError: if there are gradients that the next step would miss.
+        """
+        if self._gradients.held():
+            raise RuntimeError(
+                f"rank {self.rank}: {what} would lose the gradients that are there for the next "
+                "step; do it before backward, or call zero_grad() first"
+            )
         plan = agree(self._comm, what, make)
         self._gather.detach()
         self._gradients.detach()
@@ -383,7 +405,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with torch._C.DisableTorchFunctionSubclass():
             self._gradients.zero(set_to_none)
             super().zero_grad(set_to_none)
-        if self._module is not None and not self._same_trainable():
+        if self._module is not None and not self._unchanged():
             self._gather.land()
             self._follow()
 
@@ -416,12 +438,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # ------------------------------------------------------------------------------ the module
 
-    def _before_forward(self) -> None:
+    def _before_forward(self) -> bool:
         assert isinstance(self._gradients, ShardedGradients)
         self._gradients.begin_forward()
-        if not self._same_trainable():
+        within_backward = torch._C._current_graph_task_id() != -1
+        if not within_backward and not self._unchanged():
             self._gather.land()
             self._follow()
+        return self._gradients.synchronising
 
     def _expect_backward(self) -> None:
         assert isinstance(self._gradients, ShardedGradients)

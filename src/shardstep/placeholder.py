@@ -100,11 +100,15 @@ def _accumulate(grads: Sequence[ShardedGrad], new: torch.Tensor, *_: Any) -> Sha
     return grad
 
 
-def _zero(grads: Sequence[ShardedGrad], *_: Any) -> Any:
+def _zero(grads: Sequence[ShardedGrad], *_: Any) -> ShardedGrad:
+    _zero_each(grads)
+    return grads[0]
+
+
+def _zero_each(grads: Sequence[ShardedGrad], *_: Any) -> None:
     for grad in grads:
         grad.incoming = None
     grads[0].keeper.zero_some([grad.param for grad in grads])
-    return grads[0]
 
 
 def _unscale(
@@ -120,7 +124,7 @@ def _same(grads: Sequence[ShardedGrad], *_: Any) -> ShardedGrad:
 _ACTS: dict[Any, Callable[..., Any]] = {
     aten.add_: _accumulate,
     aten.zero_: _zero,
-    aten._foreach_zero_: _zero,
+    aten._foreach_zero_: _zero_each,
     aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
     aten.detach: _same,
     aten.detach_: _same,

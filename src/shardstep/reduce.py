@@ -120,6 +120,8 @@ class ShardedGradients:
         # Which parameters have a gradient: known here, and as told by the others.
         self._used_here: set[int] = set()
         self._used_elsewhere: list[tuple[Pending, torch.Tensor]] = []
+        # From which of those on they count, for parameters whose gradient was cleared in between.
+        self._cleared_at: dict[int, int] = {}
         self._everything_used: torch.Tensor | None = None
         self._collected = False
         self._handles = [
@@ -226,7 +228,7 @@ class ShardedGradients:
         checkpointing, end earlier.
         """
         with self._lock:
-            if not self._within:
+            if not self._within and not self._paused:
                 self._within = True
                 self._at_end_of_pass(self._pass_is_over)
 
@@ -235,6 +237,18 @@ class ShardedGradients:
             self._within = False
             if self._round is not None:
                 self._finish_round(self._round)
+
+    def _end_what_began(self) -> None:
+        """Finish a backward pass that was left. Called on every rank.
+
+        It began on all ranks, but where it was left before the first gradient came there is no
+        round yet: others may have come further, and wait for this rank.
+        """
+        if self._within and self._round is None:
+            self._begin()
+        if self._round is not None:
+            self._finish_round(self._round)
+        self._within = False
 
     def _begin(self) -> _Round:
         self._settle()
@@ -302,7 +316,10 @@ class ShardedGradients:
             if isinstance(grad, ShardedGrad):
                 grad = grad.take_incoming()
             else:
+                # Whatever came before is not to count any more.
                 self._used_here.discard(index)
+                self._cleared_at[index] = len(self._used_elsewhere)
+                self._standing[index].take_incoming()
             if grad is None:
                 view.zero_()
             else:
@@ -328,8 +345,9 @@ class ShardedGradients:
             self._used_elsewhere.append((self._comm.all_gather(everyone, cuts), everyone))
 
     def _land(self) -> None:
-        oldest = self._in_flight.popleft()
+        oldest = self._in_flight[0]
         oldest.pending.wait()
+        self._in_flight.popleft()
         oldest.arrive()
 
     def _settle(self) -> None:
@@ -345,11 +363,17 @@ class ShardedGradients:
         Raises:
             RuntimeError: if one was.
         """
-        if self._round is not None and torch._C._current_graph_task_id() == -1:
+        begun = self._within or self._round is not None
+        if begun and torch._C._current_graph_task_id() == -1:
             raise RuntimeError(
                 "the last backward pass did not come to its end; call zero_grad() on every rank "
                 "before going on"
             )
+
+    @property
+    def synchronising(self) -> bool:
+        """Whether a backward pass would send what it finds: not under `no_sync`."""
+        return not self._paused
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -366,21 +390,26 @@ class ShardedGradients:
         """Finish the reductions and give each piece its gradient. Called on every rank.
 
         A rank on which no gradient came, or whose gradients were held back by `no_sync`, takes
-        part in a round now.
+        part in a round now. So does one on which `param.grad` was replaced by the user: what is
+        there counts, as for any optimizer.
         """
-        if self._collected:
-            return
-        if self._round is not None:
-            self._finish_round(self._round)
-        held = any(self._params[index].grad is not None for index in self._trained)
-        if self._rounds == 0 or self._unsent or not held:
-            self._announce("round", lambda: [not self._held()])
-            self.shadow_round()
-        self._settle()
-        used = self._used_anywhere()
+        self._end_what_began()
+        grads = [self._params[index].grad for index in self._trained]
+        replaced = any(grad is not None and not isinstance(grad, ShardedGrad) for grad in grads)
+        if replaced or not self._collected:
+            held = any(grad is not None for grad in grads)
+            if self._rounds == 0 or self._unsent or replaced or not held:
+                self._announce("round", lambda: [not self._held()])
+                self.shadow_round()
+            self._settle()
+            used = self._used_anywhere()
+            for piece, tensor in self._shard:
+                tensor.grad = self._grads[piece.param] if piece.param in used else None
+            self._collected = True
         for piece, tensor in self._shard:
-            tensor.grad = self._grads[piece.param] if piece.param in used else None
-        self._collected = True
+            # Cleared by hand, for this step to leave the parameter alone.
+            if self._params[piece.param].grad is None:
+                tensor.grad = None
 
     def shadow_round(self, fresh: bool = False) -> None:
         """Take part in a round with whatever gradients there are. Called on every rank.
@@ -394,16 +423,25 @@ class ShardedGradients:
 
     def _used_anywhere(self) -> set[int]:
         """The parameters of this rank's pieces that have a gradient."""
+        return self._used_among(
+            {piece.param for piece in self._shard.pieces if piece.param in self._grads}
+        )
+
+    def _used_among(self, params: set[int]) -> set[int]:
+        """Those of `params` that have a gradient on any rank."""
         for pending, _ in self._used_elsewhere:
             pending.wait()
-        mine = {piece.param for piece in self._shard.pieces if piece.param in self._grads}
-        used = mine & self._used_here
-        if used != mine:
+        used = params & self._used_here
+        if used != params:
             # Only now are the flags read, which on an accelerator means waiting for it.
             size = len(self._trained)
-            for _, flags in self._used_elsewhere:
+            for number, (_, flags) in enumerate(self._used_elsewhere):
                 told = flags.view(-1, size).any(dim=0).tolist()
-                used |= mine & {i for i, flag in zip(self._trained, told, strict=True) if flag}
+                used |= {
+                    index
+                    for index, flag in zip(self._trained, told, strict=True)
+                    if flag and index in params and number >= self._cleared_at.get(index, 0)
+                }
         return used
 
     def release(self) -> None:
@@ -416,8 +454,7 @@ class ShardedGradients:
         come further, or finished it.
         """
         with self._lock:
-            if self._round is not None:
-                self._finish_round(self._round)
+            self._end_what_began()
             self._settle()
             if not set_to_none:
                 self._zero_grads(self._trained)
@@ -428,12 +465,12 @@ class ShardedGradients:
             for _, tensor in self._shard:
                 tensor.grad = None
             self._forget()
-            self._within = False
 
     def _forget(self) -> None:
         for pending, _ in self._used_elsewhere:
             pending.wait()
         self._used_elsewhere.clear()
+        self._cleared_at.clear()
         self._used_here.clear()
         self._rounds = 0
         self._unsent = False
@@ -509,7 +546,7 @@ class ShardedGradients:
         """The whole mean gradient of one parameter. Called on every rank."""
         self.collect()
         spec = self._plan.specs[param]
-        if param not in self._lane_of:
+        if self._params[param].grad is None or not self._used_among({param}):
             return None
         bucket = self._lanes[self._lane_of[param]].bucket
         slot = next(slot for slot in bucket.slots if slot.param == param)
@@ -524,6 +561,10 @@ class ShardedGradients:
             own.copy_(self._grads[param].detach().as_strided((own.numel(),), (1,)))
         self._comm.all_gather(whole, cuts).wait()
         return whole.as_strided(spec.shape, spec.stride)
+
+    def held(self) -> bool:
+        """Whether there are gradients, sent or not, that nobody has cleared."""
+        return any(self._params[index].grad is not None for index in self._trained)
 
     def detach(self) -> None:
         """Remove the hooks and the stand-ins. Called on every rank."""
