@@ -23,6 +23,7 @@ where they are launched.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections import deque
@@ -157,13 +158,20 @@ class GatherAhead:
         """Send this rank's segments and ask for the others'. Called on every rank."""
         if self._comm.world_size == 1:
             return
+        error: RuntimeError | None = None
         for number, bucket in enumerate(self._plan.training_buckets):
-            pending = self._comm.all_gather(self._home.load(bucket), bucket.cuts)
+            try:
+                pending = self._comm.all_gather(self._home.load(bucket), bucket.cuts)
+            except RuntimeError as raised:
+                error = error or raised
+                pending = _Failed(error)
             self._in_flight[number] = pending
             if self._ahead:
                 for param in self._params[number]:
                     param.__class__ = _watched(type(param))
                     param._shardstep_flight = (self, number)  # type: ignore[attr-defined]
+        if error is not None:
+            raise error
         if not self._ahead:
             self.land()
 
@@ -201,11 +209,32 @@ class GatherAhead:
         _alive.discard(self)
 
 
+class _Failed:
+    """A gather that could not be launched: a parameter of the bucket must not be read."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        """Say why."""
+        raise self._error
+
+
 class _Watched:
     """What a parameter's class inherits from while it is in flight."""
 
     _shardstep_class: type
     _shardstep_flight: tuple[GatherAhead, int]
+
+    # What torch does in these it does by the class of the parameter, before it reads its data.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _land(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _land(self)
+        return self.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(
@@ -220,11 +249,15 @@ class _Watched:
                 return func(*args, **(kwargs or {}))
         for leaf in _flatten((args, kwargs)):
             if isinstance(leaf, _Watched):
-                flight = getattr(leaf, "_shardstep_flight", None)
-                if flight is not None:  # it may have landed just now, in another thread
-                    gather, number = flight
-                    gather._land_bucket(number)
+                _land(leaf)
         return func(*args, **(kwargs or {}))
+
+
+def _land(param: _Watched) -> None:
+    flight = getattr(param, "_shardstep_flight", None)
+    if flight is not None:  # it may have landed just now, in another thread
+        gather, number = flight
+        gather._land_bucket(number)
 
 
 @cache

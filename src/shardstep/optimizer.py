@@ -173,7 +173,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         specs = describe(self.param_groups, names_in(self._module) if self._module else {})
         plan = ShardPlan.make(specs, self.world_size, self._layout, self._bucket_bytes)
         head = [f"layout={self._layout!r}, bucket_bytes={self._bucket_bytes}"]
-        return plan, [*head, *map(str, specs), f"plan {plan.fingerprint}"]
+        return plan, [*head, *map(str, specs), "no more parameters", f"plan {plan.fingerprint}"]
 
     def _shard_of(self, plan: ShardPlan) -> Shard:
         apart = self._module is not None

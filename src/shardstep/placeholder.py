@@ -82,7 +82,8 @@ class ShardedGrad(torch.Tensor):
         if act is _accumulate and torch._C._current_graph_task_id() == -1:
             act = None  # only autograd adds; a user who does means something else
         grads = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
-        if act is None or not all(isinstance(grad, ShardedGrad) for grad in grads):
+        mixed = not all(isinstance(grad, ShardedGrad) for grad in grads)
+        if act is None or (mixed and act is not _zero_each):
             found = next(a for a in _flatten(args) if isinstance(a, ShardedGrad))
             raise RuntimeError(
                 f"{func.overloadpacket.__name__} cannot be done on the gradient of parameter "
@@ -105,10 +106,14 @@ def _zero(grads: Sequence[ShardedGrad], *_: Any) -> ShardedGrad:
     return grads[0]
 
 
-def _zero_each(grads: Sequence[ShardedGrad], *_: Any) -> None:
+def _zero_each(grads: Sequence[torch.Tensor], *_: Any) -> None:
+    divided = [grad for grad in grads if isinstance(grad, ShardedGrad)]
     for grad in grads:
-        grad.incoming = None
-    grads[0].keeper.zero_some([grad.param for grad in grads])
+        if isinstance(grad, ShardedGrad):
+            grad.incoming = None
+        else:
+            grad.zero_()  # not sent yet
+    divided[0].keeper.zero_some([grad.param for grad in divided])
 
 
 def _unscale(

@@ -53,8 +53,13 @@ def encode(value: Any, path: str = "") -> tuple[Node, list[torch.Tensor]]:
     """
     if isinstance(value, torch.Tensor):
         tensor = value.detach()
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            raise TypeError(f"state {path!r} is a {type(value).__name__} ({value.layout})")
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if not plain or tensor.is_quantized or tensor.is_meta:
+            raise TypeError(
+                f"state {path!r} is a {type(value).__name__} ({value.layout}, {value.dtype}, on "
+                f"{value.device}), which cannot be sent or saved"
+            )
+        tensor = tensor.resolve_conj().resolve_neg()
         if not is_dense(tensor):
             tensor = tensor.contiguous()
         data = None

@@ -3,8 +3,8 @@
 Parameters of one dtype and device are laid into buckets in the order the optimizer was given
 them. A bucket is then cut into one segment per rank:
 
-- `sliced` cuts it evenly, wherever the cuts fall. Ranks hold equal shares to within one alignment
-  unit per bucket.
+- `sliced` cuts it evenly, wherever the cuts fall. No rank holds more than the mean by as much as
+  one alignment unit per bucket; the last ranks may hold less.
 - `whole` first deals every parameter to a rank, the largest first and each to the rank that has
   least, over all buckets together; a bucket then holds rank 0's parameters, rank 1's and so on,
   and is cut between them. Segments differ in length and no room is lost to padding.

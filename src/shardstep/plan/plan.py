@@ -84,13 +84,13 @@ class ShardPlan:
                 _require(slot.bucket_offset % ALIGNMENT == 0, f"{spec} starts off a unit")
                 _require(slot.bucket_offset >= end, f"{spec} overlaps the parameter before it")
                 end = slot.footprint.stop
+                _require(end <= bucket.numel, f"{where} is too short for what lies in it")
                 alike = (spec.dtype, spec.device) == (bucket.dtype, bucket.device)
                 _require(alike, f"{spec} lies in a {bucket.dtype} bucket on {bucket.device}")
                 _require(spec.trainable is not bucket.frozen, f"{spec} lies in the wrong bucket")
                 if self.layout == "whole":
                     owner = bisect_right(bucket.cuts, slot.bucket_offset) - 1
                     _require(end <= bucket.cuts[owner + 1], f"{spec} is cut in two")
-            _require(end <= bucket.numel, f"{where} is too short for what lies in it")
         missing = [spec for index, spec in enumerate(self.specs) if index not in seen]
         _require(not missing, f"{missing[0] if missing else None} is placed nowhere")
 

@@ -35,13 +35,18 @@ def transfers(held: Sequence[Holding], wanted: Sequence[Holding]) -> Iterator[Co
     copies: list[Copy] = []
     for target, holding in enumerate(wanted):
         for param, interval in holding.items():
-            missing = interval
-            for have, source in sorted(owners.get(param, ())):
-                part = have.intersect(missing)
-                if part.numel or (not interval.numel and have == interval):
-                    copies.append(Copy(param, part, source, target))
-                    missing = Interval(part.stop, missing.stop)
-                    if not missing.numel:
-                        break
+            missing = [interval]
+            for have, source in owners.get(param, ()):
+                if not interval.numel and have == interval:
+                    copies.append(Copy(param, interval, source, target))
+                    break
+                left: list[Interval] = []
+                for gap in missing:
+                    part = have.intersect(gap)
+                    if part.numel:
+                        copies.append(Copy(param, part, source, target))
+                    rest = (Interval(gap.start, part.start), Interval(part.stop, gap.stop))
+                    left += [each for each in rest if each.numel] if part.numel else [gap]
+                missing = left
     copies.sort(key=lambda c: (c.source, c.target, c.param, c.param_interval))
     yield from copies

@@ -1,0 +1,263 @@
+"""For users who keep DDP: its communication hooks, with the optimizer's step in them.
+
+Three ways, each one line, and each takes the step within `loss.backward()`; `zero.step()` stays
+callable and does nothing then:
+
+- `hook_with_zero_step`: DDP reduces gradients as the given hook says; when it is done, the
+  optimizer steps, and the gathers of the updated parameters run while the next forward does.
+- `hook_with_zero_step_interleaved`: what a bucket of DDP's brings is stepped as soon as it is
+  reduced, while DDP goes on with the others.
+- `register`: gradients are reduced to their owners instead of to everybody, which saves a third of
+  the traffic: 2Ψ instead of 3Ψ.
+
+The optimizer's placement is its own and does not depend on DDP's buckets, so nothing has to wait
+until DDP has settled on them: the first iteration steps like any other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from shardstep.optimizer import ZeroRedundancyOptimizer
+from shardstep.reduce import ShardedGradients, at_end_of_backward
+
+CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+"""A DDP communication hook."""
+
+
+def hook_with_zero_step(
+    hook: CommHook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+) -> CommHook:
+    """A DDP communication hook that reduces with `hook` and steps `zero` at the end of backward.
+
+    Args:
+        hook: any DDP communication hook, such as `allreduce_hook`.
+        ddp: the DDP module; the hook that is returned is to be registered with it.
+        zero: the optimizer, over the parameters of `ddp`, with `overlap_with_ddp=True`.
+        shard_buckets: accepted for compatibility. Every bucket is divided among all ranks anyway.
+
+    Raises:
+        ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
+
+    Example:
+        >>> ddp.register_comm_hook(  # doctest: +SKIP
+        ...     None, hook_with_zero_step(allreduce_hook, ddp, zero)
+        ... )
+    """
+    _check(ddp, zero)
+    zero._gather_ahead_of(ddp.module)
+
+    def reduce_then_step(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = hook(state, bucket)
+        if bucket.is_last():
+            _after_ddp(zero._step_in_backward)
+        return future
+
+    return reduce_then_step
+
+
+def hook_with_zero_step_interleaved(
+    hook: CommHook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+) -> CommHook:
+    """A DDP communication hook that steps each bucket as soon as it is reduced.
+
+    The optimizer class has to treat tensors one at a time, as all of `torch.optim` do that can be
+    sharded; one that counts steps in its parameter groups is refused. If `ddp` looks for unused
+    parameters, which of them are is known only at the end, and the step is taken there.
+
+    Args:
+        hook: any DDP communication hook, such as `allreduce_hook`.
+        ddp: the DDP module; the hook that is returned is to be registered with it.
+        zero: the optimizer, over the parameters of `ddp`, with `overlap_with_ddp=True`.
+        shard_buckets: accepted for compatibility. Every bucket is divided among all ranks anyway.
+
+    Raises:
+        ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
+    """
+    if ddp.find_unused_parameters:
+        return hook_with_zero_step(hook, ddp, zero, shard_buckets)
+    _check(ddp, zero)
+    zero._gather_ahead_of(ddp.module)
+    stepper = _BucketStepper(zero)
+
+    def reduce_and_step(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = hook(state, bucket)
+        stepper.add(bucket, future)
+        return future
+
+    return reduce_and_step
+
+
+def register(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+    """Have `ddp` reduce each gradient to its owner alone, and step at the end of backward.
+
+    `param.grad` holds no numbers afterwards, as with `module=`: use `zero.clip_grad_norm_` and
+    `zero.full_grad`. To change gradients before the step is not possible in this way: it has been
+    taken when backward returns.
+
+    Args:
+        ddp: the DDP module; it must not have a communication hook yet.
+        zero: the optimizer, over the parameters of `ddp`, with `overlap_with_ddp=True`.
+
+    Raises:
+        ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
+    """
+    _check(ddp, zero)
+    zero._reduce_to_owners(ddp.module, OfferedGradients)
+    index_of = _numbers(zero)
+
+    def offer(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        gradients = zero._gradients
+        assert isinstance(gradients, OfferedGradients)
+        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            gradients.offer(index_of[param], grad)
+        if bucket.is_last():
+            _after_ddp(zero._step_in_backward)
+        return _done(bucket.buffer())
+
+    ddp.register_comm_hook(None, offer)
+
+
+def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+    if not zero._overlap_with_ddp:
+        raise ValueError(
+            "this hook steps the optimizer inside backward, so the optimizer has to be constructed "
+            "with overlap_with_ddp=True"
+        )
+    names = {param: name for name, param in ddp.module.named_parameters()}
+    held = {param for group in zero.param_groups for param in group["params"]}
+    for number, param in enumerate(p for g in zero.param_groups for p in g["params"]):
+        if param not in names:
+            raise ValueError(
+                f"parameter {number} of the optimizer is not a parameter of the DDP module; "
+                "construct the optimizer with ddp.parameters()"
+            )
+    for param, name in names.items():
+        if param.requires_grad and param not in held:
+            raise ValueError(
+                f"parameter {name!r} of the DDP module trains but was not given to the optimizer; "
+                "construct the optimizer with ddp.parameters()"
+            )
+
+
+def _numbers(zero: ZeroRedundancyOptimizer) -> dict[torch.Tensor, int]:
+    params = (param for group in zero.param_groups for param in group["params"])
+    return {param: index for index, param in enumerate(params)}
+
+
+def _done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    devices = [result.device] if result.device.type != "cpu" else None
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
+    future.set_result(result)
+    return future
+
+
+def _after_ddp(callback: Callable[[], None]) -> None:
+    """Call back at the end of this backward pass, after DDP has put its results into `param.grad`.
+
+    DDP asks for its own call back after its last bucket's hook: so ours asks again, from within.
+    A joined rank runs DDP's hooks outside of any backward pass; it steps in its join hook instead.
+    """
+    at_end_of_backward(lambda: at_end_of_backward(callback))
+
+
+@dataclass(slots=True)
+class _Reduced:
+    """A bucket on its way: its parameters, where each lies in it, and the reduction."""
+
+    params: list[int]
+    offsets: list[int]
+    future: torch.futures.Future[torch.Tensor]
+
+
+class _BucketStepper:
+    """Steps DDP's buckets in their order, each once it is reduced.
+
+    Whether a bucket is reduced by the time another comes is a matter of timing and may differ
+    between ranks; the order of what is done is not.
+    """
+
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        self._zero = zero
+        self._index_of: dict[torch.Tensor, int] = {}
+        self._waiting: deque[_Reduced] = deque()
+        self._begun = False
+
+    def add(self, bucket: dist.GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+        """Take a bucket that is being reduced, and step those that are. Called on every rank."""
+        if not at_end_of_backward(self._finish if bucket.is_last() else lambda: None):
+            return  # a joined rank, which steps in its join hook
+        if len(self._index_of) != len(self._zero._params):
+            self._index_of = _numbers(self._zero)
+        start = bucket.buffer().storage_offset()
+        self._waiting.append(
+            _Reduced(
+                [self._index_of[param] for param in bucket.parameters()],
+                [grad.storage_offset() - start for grad in bucket.gradients()],
+                future,
+            )
+        )
+        while self._waiting and self._waiting[0].future.done():
+            self._step_next()
+
+    def _step_next(self) -> None:
+        if not self._begun:
+            self._zero._begin_partial_steps()
+            self._begun = True
+        reduced = self._waiting.popleft()
+        value = reduced.future.wait()
+        result = value[0] if isinstance(value, Sequence) else value
+        grads = {}
+        for index, offset in zip(reduced.params, reduced.offsets, strict=True):
+            spec = self._zero.plan.specs[index]
+            grads[index] = result.as_strided(
+                spec.shape, spec.stride, result.storage_offset() + offset
+            )
+        self._zero._partial_step(grads)
+
+    def _finish(self) -> None:
+        while self._waiting:
+            self._step_next()
+        self._begun = False
+        self._zero._end_partial_steps()
+
+
+class OfferedGradients(ShardedGradients):
+    """Gradients come out of DDP's buckets instead of `param.grad`."""
+
+    _offered: dict[int, torch.Tensor]
+
+    def _watch(self) -> None:
+        self._offered = {}
+
+    def offer(self, index: int, grad: torch.Tensor) -> None:
+        """Take one parameter's gradient; it has to stay as it is until the end of backward."""
+        # DDP fills in zeros for a parameter that had no part in this pass.
+        if self._params[index].grad is not None:
+            self._offered[index] = grad
+        self._arrived(index)
+
+    def _take(self, index: int) -> torch.Tensor | None:
+        return self._offered.pop(index, None)
+
+    def _stand_in(self, index: int) -> None:
+        """Not yet: DDP is still going to write to `param.grad`."""
+
+    def collect(self) -> None:
+        """Finish the reductions, and put the stand-ins where DDP has left its own share."""
+        for index in self._trained:
+            self._params[index].grad = self._standing[index]
+        super().collect()

@@ -1,0 +1,284 @@
+"""What the documentation says holds: links lead somewhere, names exist, examples run.
+
+The page for readers of torch's class, docs/upstream.md, is held to more: it has to mention every
+name of theirs, and every name of ours that it gives has to exist.
+"""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
+from torch.distributed.optim import zero_redundancy_optimizer
+from torch.optim import Optimizer
+
+import shardstep
+from shardstep import ZeroRedundancyOptimizer
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+UPSTREAM_PAGE = ROOT / "docs" / "upstream.md"
+RUN = "<!-- run -->"
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# ------------------------------------------------------------------------------ reading pages
+
+
+class Block(NamedTuple):
+    """A fenced block of code."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+    marked: bool
+
+    def __str__(self) -> str:
+        return f"{name_of(self.page)}:{self.line}"
+
+
+def read(page: Path) -> tuple[list[str], list[Block]]:
+    """The lines of a page outside of its blocks, and the blocks."""
+    prose: list[str] = []
+    blocks: list[Block] = []
+    fence = language = ""
+    body: list[str] = []
+    start, marked = 0, False
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        opening = re.match(r"\s*(`{3,})\s*([\w-]*)", line)
+        if fence:
+            if line.strip() == fence:
+                code = textwrap.dedent("\n".join(body))
+                blocks.append(Block(page, start, language, code, marked))
+                fence = ""
+            else:
+                body.append(line)
+        elif opening:
+            fence, language = opening.groups()
+            said = [text for text in prose if text.strip()]
+            body, start, marked = [], number + 1, said[-1:] == [RUN]
+        else:
+            prose.append(line)
+    assert not fence, f"{name_of(page)}: the block before line {start} is never closed"
+    return prose, blocks
+
+
+def links(prose: list[str]) -> Iterator[str]:
+    text = re.sub(r"`[^`]*`", "", "\n".join(prose))
+    yield from re.findall(r"\]\(\s*<?([^)\s>]+)", text)
+    yield from re.findall(r"^\s*\[[^\]]+\]:\s*(\S+)", text, flags=re.MULTILINE)
+    yield from re.findall(r"""<(?:a|img|source)\s[^>]*(?:href|src|srcset)=["']([^"']+)""", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    headings = [line.lstrip("#") for line in read(page)[0] if re.match(r"#+ ", line)]
+    return {re.sub(r"[^\w\- ]", "", each.strip().lower()).replace(" ", "-") for each in headings}
+
+
+BLOCKS = [block for page in PAGES for block in read(page)[1] if block.language == "python"]
+
+
+# ---------------------------------------------------------------------------- links and blocks
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for link in links(read(page)[0]):
+        if re.match(r"[a-z][a-z0-9+.-]*:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (
+            anchor and target.suffix == ".md" and anchor not in anchors(target)
+        ):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_every_python_block_is_python(block: Block) -> None:
+    ast.parse(block.code, filename=str(block))
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.marked], ids=str)
+def test_blocks_that_are_marked_to_be_run_run(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Behind as many blank lines as there are before it on the page: tracebacks name its lines.
+    code = compile("\n" * (block.line - 1) + block.code, str(block.page), "exec")
+    exec(code, {"__name__": "__main__"})
+
+
+def test_some_block_is_run() -> None:
+    assert any(block.marked for block in BLOCKS)
+
+
+# ------------------------------------------------------------------ the page about torch's class
+
+
+def attributes(cls: type) -> set[str]:
+    """What instances of `cls` have that the class itself does not: annotated or set in methods."""
+    found: set[str] = set()
+    for base in cls.__mro__:
+        if base.__module__.startswith("shardstep"):
+            found |= inspect.get_annotations(base).keys()
+            found |= set_on_self(ast.parse(textwrap.dedent(inspect.getsource(base))))
+    return found
+
+
+def set_on_self(tree: ast.AST) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, something in one, or an attribute of its instances."""
+    found: Any = shardstep
+    first, *rest = name.split(".")
+    for position, part in enumerate(rest):
+        if isinstance(found, ModuleType) and not hasattr(found, part):
+            try:
+                importlib.import_module(f"{found.__name__}.{part}")
+            except ModuleNotFoundError:
+                return False
+        if isinstance(found, type) and not hasattr(found, part):
+            return position == len(rest) - 1 and part in attributes(found)
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return first == "shardstep"
+
+
+def test_the_names_of_ours_that_the_page_gives_exist() -> None:
+    given = set(re.findall(r"`(shardstep(?:\.\w+)+)[^`]*`", UPSTREAM_PAGE.read_text()))
+    assert len(given) > 40, "the page was expected to give many"
+    assert sorted(name for name in given if not exists(name)) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shardstep.nothing",
+        "shardstep.optimizer.Nothing",
+        "shardstep.optimizer.ZeroRedundancyOptimizer.nothing",
+        "shardstep.optimizer.ZeroRedundancyOptimizer.rank.nothing",
+        "shardstep.comm.Comm.nothing",
+    ],
+)
+def test_a_name_that_is_gone_would_be_noticed(name: str) -> None:
+    assert not exists(name)
+
+
+def names_in(tree: ast.Module) -> set[str]:
+    """Classes, functions, parameters, attributes, enum members and constants of a module."""
+    found = set_on_self(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.FunctionDef):
+            given = node.args
+            every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+            found |= {each.arg for each in every if each is not None}
+        if isinstance(node, ast.ClassDef | ast.Module):
+            for part in node.body:
+                targets = part.targets if isinstance(part, ast.Assign) else []
+                targets = [part.target] if isinstance(part, ast.AnnAssign) else targets
+                found |= {each.id for each in targets if isinstance(each, ast.Name)}
+    # Arguments of the hooks' inner functions are DDP's to give, not theirs to name.
+    return found - {"self", "state", "fut"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        Path(inspect.getfile(zero_redundancy_optimizer)),
+        Path(inspect.getfile(zero_redundancy_optimizer)).with_suffix(".pyi"),
+        Path(inspect.getfile(ddp_zero_hook)),
+    ],
+    ids=lambda path: path.name,
+)
+def test_the_page_mentions_every_name_of_upstreams(source: Path) -> None:
+    if not source.exists():
+        pytest.skip(f"this torch has no {source.name}")
+    spans = re.findall(r"`([^`\n]+)`", UPSTREAM_PAGE.read_text())
+    mentioned = {word for span in spans for word in re.findall(r"\w+", span)}
+    theirs = names_in(ast.parse(source.read_text()))
+    assert len(theirs) > 10, "names were expected to be found"
+    assert sorted(theirs - mentioned) == []
+
+
+# ---------------------------------------------------------------------------------- drop-in
+
+OPTIMIZER_S = ["step", "add_param_group", "load_state_dict", "state_dict", "zero_grad"]
+CALLS = [
+    *((Upstream, method) for method in [*OPTIMIZER_S, "__init__", "consolidate_state_dict"]),
+    *((Optimizer, method) for method in OPTIMIZER_S),
+]
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def shape(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    """Name, kind and default of each parameter; what a variadic one is called is its own affair."""
+    return [
+        ("*" if each.kind in VARIADIC else each.name, each.kind, each.default)
+        for each in inspect.signature(function).parameters.values()
+    ]
+
+
+@pytest.mark.parametrize(("base", "method"), CALLS)
+def test_a_call_that_upstream_takes_is_taken(base: type, method: str) -> None:
+    ours, theirs = shape(getattr(ZeroRedundancyOptimizer, method)), shape(getattr(base, method))
+    positional = [each for each in theirs if each[1] not in VARIADIC]
+    assert ours[: len(positional)] == positional, "same names, kinds, defaults, in the same order"
+    assert [each for each in theirs if each not in ours] == []
+    for _, kind, default in ours[len(positional) :]:
+        optional = default is not inspect.Parameter.empty
+        assert kind in VARIADIC or (kind is inspect.Parameter.KEYWORD_ONLY and optional)
+
+
+# --------------------------------------------------------------------------------- doctests
+
+
+def modules_with_examples() -> list[str]:
+    package = Path(inspect.getfile(shardstep)).parent
+    return [
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted(package.rglob("*.py"))
+        if re.search(r"^\s*>>> ", path.read_text(), flags=re.MULTILINE)
+    ]
+
+
+def test_the_examples_are_found() -> None:
+    expected = {"shardstep.plan.plan", "shardstep.optimizer", "shardstep.demo.gpt"}
+    assert expected <= set(modules_with_examples())
+
+
+@pytest.mark.parametrize("module", modules_with_examples())
+def test_the_examples_in_docstrings_run(module: str) -> None:
+    failed, attempted = doctest.testmod(importlib.import_module(module))
+    assert attempted > 0
+    assert failed == 0

@@ -1,0 +1,576 @@
+"""Gradients add up, are cleared, are held back and are given up as they are under DDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import (
+    ADAMW,
+    MLP,
+    MLP_PROBLEM,
+    SGD,
+    Problem,
+    Setup,
+    both,
+    failing,
+    furthest,
+    noise,
+    rank,
+    train,
+    unlike_ddp,
+    with_ddp,
+    with_zero,
+)
+from problems import differing
+from ranks import raises_on_every_rank, run_ranks
+
+Loop = Callable[[Setup], Any]
+
+# ----------------------------------------------------------------- loops that equal DDP to the bit
+
+
+def _hold_back(setup: Setup) -> list[Tensor]:
+    losses = []
+    for step in range(0, 9, 3):
+        with setup.no_sync():
+            losses += [setup.backward(step), setup.backward(step + 1)]
+        losses.append(setup.backward(step + 2))
+        setup.finish()
+    return losses
+
+
+def _hold_back_and_clear_through_the_module(setup: Setup) -> None:
+    for step in range(0, 9, 3):
+        with setup.no_sync():
+            setup.backward(step)
+        setup.backward(step + 1)
+        setup.opt.step()
+        setup.module.zero_grad()
+
+
+def _give_up_what_was_held_back(setup: Setup) -> None:
+    for step in range(0, 12, 4):
+        with setup.no_sync():
+            setup.backward(step)
+        setup.opt.zero_grad()
+        setup.backward(step + 1)
+        with setup.no_sync():
+            setup.backward(step + 2)
+        setup.module.zero_grad()
+        setup.backward(step + 3)
+        setup.finish()
+
+
+def _no_step_after_backward(setup: Setup) -> None:
+    for step in range(6):
+        setup.backward(step)
+        if step % 2:
+            setup.opt.step()
+        setup.opt.zero_grad()
+
+
+def _zero_in_place(setup: Setup) -> None:
+    for step in range(5):
+        setup.backward(step)
+        setup.opt.step()
+        setup.opt.zero_grad(set_to_none=False)
+    # No gradients have come since: momentum and weight decay go on.
+    setup.opt.step()
+
+
+def _zero_in_place_through_the_module(setup: Setup) -> None:
+    for step in range(5):
+        setup.backward(step)
+        setup.opt.step()
+        setup.module.zero_grad(set_to_none=False)
+
+
+def _zero_through_the_module(setup: Setup) -> None:
+    for step in range(5):
+        setup.module.zero_grad()
+        setup.backward(step)
+        setup.opt.step()
+
+
+def _step_twice_on_the_same_gradients(setup: Setup) -> None:
+    for step in range(4):
+        setup.backward(step)
+        setup.opt.step()
+        setup.finish()
+
+
+def _step_without_gradients(setup: Setup) -> None:
+    for step in range(4):
+        setup.finish()
+        setup.backward(step)
+        setup.finish()
+
+
+def _forward_without_backward(setup: Setup) -> list[Tensor]:
+    seen = []
+    for step in range(5):
+        with torch.no_grad():
+            seen.append(MLP_PROBLEM.loss(setup.module, 30 + step))
+        setup.module.eval()
+        seen.append(MLP_PROBLEM.loss(setup.module, 31 + step))
+        setup.module.train()
+        setup.backward(step)
+        setup.finish()
+        with torch.no_grad():
+            seen.append(MLP_PROBLEM.loss(setup.module, 30 + step))
+    return seen
+
+
+def _retained_graph(setup: Setup) -> None:
+    """The second pass adds to what the first has left: the mean of it is not taken twice."""
+    for step in range(4):
+        loss = MLP_PROBLEM.loss(setup.model, step)
+        with setup.no_sync():
+            loss.backward(retain_graph=True)
+        setup.opt.zero_grad()
+        setup.backward(step)
+        setup.finish()
+
+
+def _closure(setup: Setup) -> list[Tensor]:
+    losses = []
+    for step in range(4):
+
+        def evaluate(step: int = step) -> Tensor:
+            setup.opt.zero_grad()
+            loss = MLP_PROBLEM.loss(setup.model, step)
+            loss.backward()
+            return loss
+
+        losses.append(setup.opt.step(evaluate).detach())
+    return losses
+
+
+def _clear_some_by_hand(setup: Setup) -> None:
+    """What is cleared between backward and step, with clipping or without, is left alone."""
+    layers = setup.module.get_submodule("layers")
+    for step in range(6):
+        setup.backward(step)
+        if step % 3 == 1:
+            setup.clip(1e9)
+        if step % 2:
+            for param in (*layers[1].parameters(), *layers[4].parameters()):
+                param.grad = None
+        setup.finish()
+
+
+def _replace_by_hand(setup: Setup) -> None:
+    """What the user puts into `grad` counts, the same on all ranks here."""
+    weight = setup.module.get_parameter("layers.1.weight")
+    for step in range(4):
+        setup.backward(step)
+        if step == 2:
+            setup.clip(1e9)
+        weight.grad = noise(step, *weight.shape, of=0)
+        setup.finish()
+
+
+def _gradient_penalty(setup: Setup) -> None:
+    """`autograd.grad` goes through the model without a gradient for any parameter."""
+    for step in range(4):
+        x = noise(step, 6, 16).requires_grad_()
+        out = setup.module(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (setup.model(x.detach()).square().mean() + slope.square().mean()).backward()
+        setup.finish()
+
+
+def _partial_backward(setup: Setup) -> None:
+    """Only some parameters are asked for."""
+    last = setup.module.get_submodule("layers.4")
+    for step in range(4):
+        with setup.no_sync():
+            loss = MLP_PROBLEM.loss(setup.model, step)
+            loss.backward(inputs=list(last.parameters()))
+        setup.opt.zero_grad()
+        setup.backward(step)
+        setup.finish()
+
+
+TO_THE_BIT: list[Loop] = [
+    _hold_back,
+    _hold_back_and_clear_through_the_module,
+    _give_up_what_was_held_back,
+    _no_step_after_backward,
+    _zero_in_place,
+    _zero_in_place_through_the_module,
+    _zero_through_the_module,
+    _step_twice_on_the_same_gradients,
+    _step_without_gradients,
+    _forward_without_backward,
+    _retained_graph,
+    _closure,
+    _clear_some_by_hand,
+    _replace_by_hand,
+    _partial_backward,
+]
+
+
+def _run_to_the_bit(overlap: bool) -> list[str]:
+    return failing(
+        (f"{loop.__name__}, {kind[0].__name__}", unlike_ddp(loop, kind=kind, overlap=overlap))
+        for loop in TO_THE_BIT
+        for kind in (SGD, ADAMW)
+    )
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_holding_back_clearing_and_giving_up_gradients_equals_ddp_to_the_bit(overlap: bool) -> None:
+    assert run_ranks(_run_to_the_bit, 2, overlap) == [[], []]
+
+
+# ---------------------------------------------------------- loops that equal DDP but for rounding
+# DDP adds the next gradient to the mean of the last before it takes the mean of both; here the mean
+# of each is taken before they are added.
+
+
+def _several_backward_passes(setup: Setup) -> None:
+    for step in range(0, 9, 3):
+        for each in range(3):
+            setup.backward(step + each)
+        setup.finish()
+
+
+def _never_cleared(setup: Setup) -> None:
+    for step in range(5):
+        setup.backward(step)
+        setup.clip(0.5)
+        setup.opt.step()
+
+
+def _held_back_after_a_sent_one(setup: Setup) -> None:
+    for step in range(0, 9, 3):
+        setup.backward(step)
+        with setup.no_sync():
+            setup.backward(step + 1)
+        setup.backward(step + 2)
+        setup.finish()
+
+
+def _two_forwards_one_backward(setup: Setup) -> None:
+    for step in range(4):
+        a, b = (setup.model(noise(step, 6, 16)), setup.model(noise(step + 50, 6, 16)))
+        (a * b).mean().backward()
+        setup.finish()
+
+
+def _two_backwards_through_one_graph(setup: Setup) -> None:
+    for step in range(4):
+        loss = MLP_PROBLEM.loss(setup.model, step)
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+        setup.finish()
+
+
+def _run_close() -> list[str]:
+    def far(loop: Loop, **options: Any) -> float:
+        # DDP knows nothing of a second backward pass through one graph, nor of one after two
+        # forward passes, unless its graph is static.
+        found = furthest(*both(loop, kind=SGD, **options))
+        return found if found > 1e-5 else 0.0
+
+    loops: list[Loop] = [_several_backward_passes, _never_cleared, _held_back_after_a_sent_one]
+    return failing((loop.__name__, far(loop)) for loop in loops)
+
+
+def test_gradients_that_are_not_cleared_add_up() -> None:
+    assert run_ranks(_run_close, 2) == [[], []]
+
+
+def _run_on_the_mean(loop: Loop) -> list[str]:
+    """Against one process that computes all ranks' losses and takes their mean itself."""
+    failures = []
+    for overlap in (True, False):
+        zero = with_zero(MLP_PROBLEM.fresh(), SGD, overlap=overlap)
+        oracle = nn.Module.__new__(MLP)
+        oracle = MLP()
+        oracle.load_state_dict(zero.module.state_dict())
+        opt = SGD[0](oracle.parameters(), **SGD[1])
+        ranks = range(torch.distributed.get_world_size())
+        for step in range(4):
+            expected, got = (loop(model, step, r) for model, r in ((oracle, 0), (zero.module, None)))
+            total = sum(loop(oracle, step, r) for r in ranks) / len(ranks)
+            del expected
+            total.backward()
+            if loop is _double:
+                got.backward(retain_graph=True)
+                total = sum(loop(oracle, step, r) for r in ranks) / len(ranks)
+                total.backward()
+            got.backward()
+            opt.step()
+            opt.zero_grad()
+            zero.finish()
+        if (far := furthest(list(oracle.parameters()), zero.params)) > 1e-5:
+            failures.append(f"overlap {overlap}: {far}")
+    return failures
+
+
+def _siamese(model: nn.Module, step: int, of: int | None) -> Tensor:
+    out: Tensor = (model(noise(step, 6, 16, of=of)) * model(noise(step + 50, 6, 16, of=of))).mean()
+    return out
+
+
+def _double(model: nn.Module, step: int, of: int | None) -> Tensor:
+    out: Tensor = model(noise(step, 6, 16, of=of)).square().mean()
+    return out
+
+
+def _penalised(model: nn.Module, step: int, of: int | None) -> Tensor:
+    x = noise(step, 6, 16, of=of).requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    loss: Tensor = out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("loop", [_siamese, _double, _penalised])
+def test_the_gradient_is_the_mean_over_ranks_however_often_the_graph_is_walked(loop: Any) -> None:
+    """Two forward passes before a backward pass, two backward passes through one graph, and a
+    penalty on the gradient with respect to the input."""
+    assert run_ranks(_run_on_the_mean, 2, loop) == [[], []]
+
+
+# --------------------------------------------------------------------------------- what is sent
+
+
+def _sent(setup: Setup) -> int:
+    return int(setup.opt._comm.ledger.calls["reduce_scatter"])
+
+
+def _held_back_is_not_sent() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    num_buckets = len(zero.opt.plan.training_buckets)
+    assert num_buckets >= 3
+
+    before = dict(zero.opt._comm.ledger.calls)
+    with zero.no_sync():
+        for step in range(3):
+            zero.backward(step)
+    found["sent under no_sync"] = dict(zero.opt._comm.ledger.calls) == before
+    before_sync = _sent(zero)
+    zero.backward(3)
+    zero.opt.step()
+    found["one round"] = _sent(zero) - before_sync == num_buckets
+
+    # One batch of four times the size has the same gradient, but for the order of its sums.
+    whole = with_zero(MLP_PROBLEM.fresh(), SGD)
+    batch = torch.cat([noise(step, 6, 16) for step in range(4)])
+    (4 * whole.model(batch).square().mean()).backward()
+    whole.opt.step()
+    found["equals one large batch"] = furthest(whole.params, zero.params) < 1e-5
+
+    # The step sends what no backward pass has sent, and to the same numbers.
+    late = with_zero(MLP_PROBLEM.fresh(), SGD)
+    with late.no_sync():
+        for step in range(4):
+            late.backward(step)
+    assert _sent(late) == 0
+    late.opt.step()
+    found["the step sends"] = _sent(late) == num_buckets
+    found["same numbers"] = not differing(zero.params, late.params)
+    return found
+
+
+def test_what_is_held_back_is_sent_once_by_the_next_backward_or_the_step() -> None:
+    for found in run_ranks(_held_back_is_not_sent, 2):
+        assert all(found.values()), found
+
+
+class _Counted(nn.Module):
+    """Has a buffer that every forward pass on every rank changes in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = MLP()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.body(x))
+        return out
+
+
+def _buffers_under_no_sync() -> dict[str, Any]:
+    problem = Problem(_Counted, lambda model, step: model(noise(step, 6, 16)).square().mean())
+    ddp, zero = with_ddp(problem.fresh(), SGD), with_zero(problem.fresh(), SGD)
+    quiet = True
+    for step in range(0, 9, 3):
+        for setup in (ddp, zero):
+            with setup.no_sync():
+                before = dict(zero.opt._comm.ledger.calls)
+                setup.backward(step, problem)
+                setup.backward(step + 1, problem)
+                quiet &= dict(zero.opt._comm.ledger.calls) == before
+            setup.backward(step + 2, problem)
+            setup.finish()
+    for setup in (ddp, zero):
+        problem.loss(setup.model, 99)
+    buffers = differing(list(ddp.module.buffers()), list(zero.module.buffers()))
+    return {
+        "quiet": quiet,
+        "same parameters": not differing(ddp.params, zero.params),
+        "same buffers": not buffers,
+    }
+
+
+def test_under_no_sync_buffers_are_not_sent_either() -> None:
+    for found in run_ranks(_buffers_under_no_sync, 2):
+        assert all(found.values()), found
+
+
+# ------------------------------------------------------------------- when something goes wrong
+
+
+class _Fuse(torch.autograd.Function):
+    """Passes through, and fails in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("fused")
+
+
+class _Fusible(nn.Module):
+    """Fails behind layer `at`: in backward, or in forward if that is `"forward"`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = MLP()
+        self.at: int | str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.at == "forward":
+            raise ArithmeticError("fused")
+        for number, layer in enumerate(self.body.layers):
+            x = torch.tanh(layer(x))
+            if number == self.at:
+                x = _Fuse.apply(x)
+        return x
+
+
+FUSIBLE = Problem(_Fusible, lambda model, step: model(noise(step, 6, 16)).square().mean())
+
+
+def _fail(setup: Setup, at: int | str | None) -> None:
+    assert isinstance(setup.module, _Fusible)
+    setup.module.at = at
+    with contextlib.suppress(ArithmeticError):
+        setup.backward(77, FUSIBLE)
+        assert at is None
+    setup.module.at = None
+
+
+# Where each of two ranks fails. Layer 4 is the last: no gradient has come by then. None: the rank
+# gets through and has sent everything.
+PLACES: list[tuple[int | str | None, int | str | None]] = [
+    ("forward", "forward"),
+    (4, 4),
+    (2, 2),
+    (0, 3),
+    (3, 0),
+    (4, 0),
+    (0, 4),
+    (None, 1),
+    (4, None),
+]
+
+
+def _give_up(overlap: bool) -> list[str]:
+    ddp = with_ddp(FUSIBLE.fresh(), SGD)
+    expected = [*train(ddp, FUSIBLE, range(3)), *ddp.params]
+    failures = []
+    for places in PLACES:
+        for set_to_none in (True, False):
+            for already in (0, 1):  # passes that were good before the one that fails
+                zero = with_zero(FUSIBLE.fresh(), SGD, overlap=overlap)
+                losses = []
+                for step in range(3):
+                    if step == 1:
+                        for _ in range(already):
+                            zero.backward(55, FUSIBLE)
+                        _fail(zero, places[rank()])
+                        zero.opt.zero_grad(set_to_none)
+                    losses.append(zero.backward(step, FUSIBLE))
+                    zero.finish()
+                if differing(expected, [*losses, *zero.params]):
+                    failures.append(f"{places}, set_to_none={set_to_none}, {already} before")
+    return failures
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_after_a_failure_anywhere_and_zero_grad_training_goes_on_with_the_right_numbers(
+    overlap: bool,
+) -> None:
+    assert run_ranks(_give_up, 2, overlap) == [[], []]
+
+
+def _go_on_regardless(at: int) -> None:
+    zero = with_zero(FUSIBLE.fresh(), SGD)
+    _fail(zero, at)
+    zero.module.zero_grad()
+    zero.backward(0, FUSIBLE)
+
+
+@pytest.mark.parametrize("at", [4, 1])
+def test_going_on_after_a_failed_backward_without_zero_grad_raises(at: int) -> None:
+    raises_on_every_rank(_go_on_regardless, 2, RuntimeError, at, match=r"call zero_grad\(\)")
+
+
+def _held_back_failure() -> list[int]:
+    """Under no_sync nobody waits for anybody, so ranks may fail apart."""
+    ddp, zero = (make(FUSIBLE.fresh(), SGD) for make in (with_ddp, with_zero))
+    expected = [*train(ddp, FUSIBLE, range(2)), *ddp.params]
+    losses = train(zero, FUSIBLE, range(1))
+    with zero.no_sync():
+        _fail(zero, ("forward", 4)[rank()])
+        zero.opt.zero_grad()
+        _fail(zero, (2, None)[rank()])
+    zero.opt.zero_grad()
+    losses += train(zero, FUSIBLE, range(1, 2))
+    return differing(expected, [*losses, *zero.params])
+
+
+def test_failures_under_no_sync_concern_one_rank_alone() -> None:
+    assert run_ranks(_held_back_failure, 2) == [[], []]
+
+
+def _nothing_here() -> list[str]:
+    """A rank whose loss has nothing to do with the model counts with zeros."""
+    failures = []
+    for absent in (0, 1):
+        for kind in (SGD, ADAMW):
+            zero = with_zero(MLP_PROBLEM.fresh(), kind)
+            oracle = MLP()
+            oracle.load_state_dict(zero.module.state_dict())
+            opt = kind[0](oracle.parameters(), **kind[1])
+            for step in range(3):
+                if rank() == absent:
+                    torch.ones(2, requires_grad=True).sum().backward()
+                else:
+                    zero.backward(step)
+                (oracle(noise(step, 6, 16, of=1 - absent)).square().mean() / 2).backward()
+                zero.clip(1e9)
+                zero.finish()
+                opt.step()
+                opt.zero_grad()
+            if furthest(list(oracle.parameters()), zero.params) > 1e-5:
+                failures.append(f"rank {absent} without gradients, {kind[0].__name__}")
+    return failures
+
+
+def test_a_rank_without_any_gradient_takes_part_with_zeros() -> None:
+    assert run_ranks(_nothing_here, 2) == [[], []]
