@@ -237,7 +237,9 @@ def both(
     """Run `loop` on both and return what it returned (tensors, if any) and the parameters."""
     results = []
     for setup in (
-        with_ddp(problem.fresh(), kind, **{"find_unused_parameters": problem.find_unused}, **(ddp or {})),
+        with_ddp(
+            problem.fresh(), kind, **{"find_unused_parameters": problem.find_unused}, **(ddp or {})
+        ),
         with_zero(problem.fresh(), kind, **options),
     ):
         returned = loop(setup)

@@ -56,7 +56,7 @@ def read(page: Path) -> tuple[list[str], list[Block]]:
     """The lines of a page outside of its blocks, and the blocks."""
     prose: list[str] = []
     blocks: list[Block] = []
-    fence = language = ""
+    fence = language = before = ""
     body: list[str] = []
     start, marked = 0, False
     for number, line in enumerate(page.read_text().splitlines(), start=1):
@@ -65,15 +65,15 @@ def read(page: Path) -> tuple[list[str], list[Block]]:
             if line.strip() == fence:
                 code = textwrap.dedent("\n".join(body))
                 blocks.append(Block(page, start, language, code, marked))
-                fence = ""
+                fence = before = ""
             else:
                 body.append(line)
         elif opening:
             fence, language = opening.groups()
-            said = [text for text in prose if text.strip()]
-            body, start, marked = [], number + 1, said[-1:] == [RUN]
+            body, start, marked = [], number + 1, before == RUN
         else:
             prose.append(line)
+            before = line.strip() or before
     assert not fence, f"{name_of(page)}: the block before line {start} is never closed"
     return prose, blocks
 

@@ -299,7 +299,9 @@ def _run_on_the_mean(loop: Loop) -> list[str]:
         opt = SGD[0](oracle.parameters(), **SGD[1])
         ranks = range(torch.distributed.get_world_size())
         for step in range(4):
-            expected, got = (loop(model, step, r) for model, r in ((oracle, 0), (zero.module, None)))
+            expected, got = (
+                loop(model, step, r) for model, r in ((oracle, 0), (zero.module, None))
+            )
             total = sum(loop(oracle, step, r) for r in ranks) / len(ranks)
             del expected
             total.backward()

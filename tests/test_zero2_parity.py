@@ -76,7 +76,10 @@ def _with_other_dtypes_and_formats() -> list[str]:
     failures, _ = _unlike_ddp(["mixed dtypes"], SGD, range(20))
     problem = Problem(channels_last, PROBLEMS["conv"].loss)
     for kind, overlap in itertools.product((ADAMW, SGD), (True, False)):
-        ddp, zero = with_ddp(problem.fresh(), kind), with_zero(problem.fresh(), kind, overlap=overlap)
+        ddp, zero = (
+            with_ddp(problem.fresh(), kind),
+            with_zero(problem.fresh(), kind, overlap=overlap),
+        )
         losses, got = (train(setup, problem, range(10)) for setup in (ddp, zero))
         if differing([*losses, *ddp.params], [*got, *zero.params]):
             failures.append(f"channels last, {kind}, overlap {overlap}")
@@ -122,8 +125,9 @@ def _alone() -> list[str]:
     failures = []
     for (name, problem), kind in itertools.product(PROBLEMS.items(), (ADAMW, SGD)):
         for layout in ("sliced", "whole"):
-            plain, zero = with_plain(problem.fresh(), kind), with_zero(
-                problem.fresh(), kind, layout=layout
+            plain, zero = (
+                with_plain(problem.fresh(), kind),
+                with_zero(problem.fresh(), kind, layout=layout),
             )
             expected, got = (train(setup, problem, range(5)) for setup in (plain, zero))
             if differing([*expected, *plain.params], [*got, *zero.params]):

@@ -1,6 +1,12 @@
 """ZeRO for any PyTorch optimizer: DDP's numbers and speed with 1/N of its optimizer state."""
 
+from shardstep.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved, register
 from shardstep.optimizer import ZeroRedundancyOptimizer
 
-__all__ = ["ZeroRedundancyOptimizer"]
+__all__ = [
+    "ZeroRedundancyOptimizer",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
+    "register",
+]
 __version__ = "0.1.0"

@@ -14,7 +14,8 @@ The optimizer's placement is its own and does not depend on DDP's buckets, so no
 until DDP has settled on them: the first iteration steps like any other.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP compares a hook's annotations with the classes
+# themselves.
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,13 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.reduce import ShardedGradients, at_end_of_backward
 
-CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 """A DDP communication hook."""
 
 
@@ -57,7 +58,7 @@ def hook_with_zero_step(
     _check(ddp, zero)
     zero._gather_ahead_of(ddp.module)
 
-    def reduce_then_step(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce_then_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = hook(state, bucket)
         if bucket.is_last():
             _after_ddp(zero._step_in_backward)
@@ -93,7 +94,7 @@ def hook_with_zero_step_interleaved(
     zero._gather_ahead_of(ddp.module)
     stepper = _BucketStepper(zero)
 
-    def reduce_and_step(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce_and_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = hook(state, bucket)
         stepper.add(bucket, future)
         return future
@@ -119,7 +120,7 @@ def register(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Non
     zero._reduce_to_owners(ddp.module, OfferedGradients)
     index_of = _numbers(zero)
 
-    def offer(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def offer(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = zero._gradients
         assert isinstance(gradients, OfferedGradients)
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -171,7 +172,11 @@ def _after_ddp(callback: Callable[[], None]) -> None:
     DDP asks for its own call back after its last bucket's hook: so ours asks again, from within.
     A joined rank runs DDP's hooks outside of any backward pass; it steps in its join hook instead.
     """
-    at_end_of_backward(lambda: at_end_of_backward(callback))
+
+    def then() -> None:
+        at_end_of_backward(callback)
+
+    at_end_of_backward(then)
 
 
 @dataclass(slots=True)
@@ -196,17 +201,22 @@ class _BucketStepper:
         self._waiting: deque[_Reduced] = deque()
         self._begun = False
 
-    def add(self, bucket: dist.GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+    def add(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """Take a bucket that is being reduced, and step those that are. Called on every rank."""
-        if not at_end_of_backward(self._finish if bucket.is_last() else lambda: None):
-            return  # a joined rank, which steps in its join hook
+        if self._zero._join_config.enable:
+            # Ranks without data need the gradients of what they own, which are complete at the end.
+            if bucket.is_last():
+                _after_ddp(self._zero._step_in_backward)
+            return
+        if bucket.is_last():
+            at_end_of_backward(self._finish)
         if len(self._index_of) != len(self._zero._params):
             self._index_of = _numbers(self._zero)
         start = bucket.buffer().storage_offset()
         self._waiting.append(
             _Reduced(
                 [self._index_of[param] for param in bucket.parameters()],
-                [grad.storage_offset() - start for grad in bucket.gradients()],
+                [int(grad.storage_offset() - start) for grad in bucket.gradients()],
                 future,
             )
         )
@@ -236,7 +246,7 @@ class _BucketStepper:
 
 
 class OfferedGradients(ShardedGradients):
-    """Gradients come out of DDP's buckets instead of `param.grad`."""
+    """Gradients come out of DDP's buckets, not `param.grad`, and every backward makes a step."""
 
     _offered: dict[int, torch.Tensor]
 
@@ -250,7 +260,15 @@ class OfferedGradients(ShardedGradients):
             self._offered[index] = grad
         self._arrived(index)
 
+    def _held(self) -> bool:
+        """Never: each backward starts anew."""
+        return False
+
+    def _kept(self, params: Sequence[int]) -> set[int]:
+        return set()
+
     def _take(self, index: int) -> torch.Tensor | None:
+        self._start_over(index)
         return self._offered.pop(index, None)
 
     def _stand_in(self, index: int) -> None:

@@ -39,8 +39,10 @@ from shardstep.hooks import Hook
 from shardstep.plan import Bucket, ShardPlan
 
 
-def gather_parameters(comm: Comm, plan: ShardPlan, home: Home) -> None:
-    """Bring every trainable parameter up to date on every rank, with one gather per bucket.
+def gather_parameters(
+    comm: Comm, plan: ShardPlan, home: Home, buckets: Sequence[int] | None = None
+) -> None:
+    """Bring trainable parameters up to date on every rank, with one gather per bucket.
 
     Called on every rank. Buckets travel in the order of the plan, as many at a time as the home
     has buffers for.
@@ -55,6 +57,8 @@ def gather_parameters(comm: Comm, plan: ShardPlan, home: Home) -> None:
     if comm.world_size == 1:
         return
     for bucket in plan.training_buckets:
+        if buckets is not None and bucket.index not in buckets:
+            continue
         if len(in_flight) == home.depth:
             land()
         buffer = home.load(bucket)
@@ -66,8 +70,8 @@ def gather_parameters(comm: Comm, plan: ShardPlan, home: Home) -> None:
 class Gather(Protocol):
     """How updated parameters get to everybody. Every method is called on every rank."""
 
-    def launch(self) -> None:
-        """Send this rank's segments and ask for the others'."""
+    def launch(self, buckets: Sequence[int] | None = None) -> None:
+        """Send this rank's segments and ask for the others', of these buckets or of all."""
 
     def land(self) -> None:
         """Wait for everything that was launched."""
@@ -90,9 +94,9 @@ class GatherNow:
         self._plan = plan
         self._home = home
 
-    def launch(self) -> None:
-        """Gather every bucket. Called on every rank."""
-        gather_parameters(self._comm, self._plan, self._home)
+    def launch(self, buckets: Sequence[int] | None = None) -> None:
+        """Gather these buckets, or all. Called on every rank."""
+        gather_parameters(self._comm, self._plan, self._home, buckets)
 
     def land(self) -> None:
         """Nothing is in flight."""
@@ -128,17 +132,25 @@ class GatherAhead:
         ]
         self._in_flight: dict[int, Pending] = {}
         self._lock = threading.RLock()
-        bucket_of = {param: number for number, held in enumerate(self._params) for param in held}
-        self._handles = [module.register_forward_pre_hook(Hook(self._before_evaluation))]
+        self._bucket_of = {
+            param: number for number, held in enumerate(self._params) for param in held
+        }
+        self._ahead = not _runs_outside_python(module)
+        self._handles: list[Any] = []
+        if self._ahead:
+            self._watch_forward(module)
+        _alive.add(self)
+        _watch_compiler()
+
+    def _watch_forward(self, module: torch.nn.Module) -> None:
+        self._handles.append(module.register_forward_pre_hook(Hook(self._before_evaluation)))
         for part in module.modules():
-            own = {bucket_of[p] for p in part.parameters(recurse=False) if p in bucket_of}
+            params = part.parameters(recurse=False)
+            own = {self._bucket_of[p] for p in params if p in self._bucket_of}
             if own:
                 self._handles.append(
                     part.register_forward_pre_hook(Hook(self._before_forward(sorted(own))))
                 )
-        self._ahead = not _runs_outside_python(module)
-        _alive.add(self)
-        _watch_compiler()
 
     def _before_forward(self, buckets: list[int]) -> Any:
         def wait_for_own(module: torch.nn.Module, args: Any) -> None:
@@ -154,12 +166,14 @@ class GatherAhead:
         if not module.training:
             self.land()
 
-    def launch(self) -> None:
+    def launch(self, buckets: Sequence[int] | None = None) -> None:
         """Send this rank's segments and ask for the others'. Called on every rank."""
         if self._comm.world_size == 1:
             return
         error: RuntimeError | None = None
         for number, bucket in enumerate(self._plan.training_buckets):
+            if buckets is not None and number not in buckets:
+                continue
             try:
                 pending = self._comm.all_gather(self._home.load(bucket), bucket.cuts)
             except RuntimeError as raised:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from shardstep.buffers import flat
-from shardstep.plan import Bucket, ShardPlan
+from shardstep.plan import Bucket, Piece, ShardPlan
 from shardstep.shard import Shard
 
 
@@ -81,11 +81,7 @@ class FullGradients:
                 )
         for piece, tensor in self._views:
             param = self._params[piece.param]
-            tensor.grad = (
-                None
-                if param.grad is None
-                else flat(param.grad, param.stride())[piece.param_interval.slice]
-            )
+            tensor.grad = part_of(param.grad, piece, param)
 
     def release(self) -> None:
         """Let go of the gradients, so that `zero_grad()` can free them."""
@@ -121,6 +117,13 @@ class FullGradients:
 
     def detach(self) -> None:
         """Nothing is attached."""
+
+
+def part_of(grad: torch.Tensor | None, piece: Piece, param: torch.Tensor) -> torch.Tensor | None:
+    """What belongs to `piece` of the gradient of `param`; a view."""
+    if grad is None or piece.entire:
+        return grad
+    return flat(grad, param.stride())[piece.param_interval.slice]
 
 
 def _is_cut(start: int, stop: int, bucket: Bucket) -> bool:

@@ -60,7 +60,7 @@ def provide_gradients(
                 if piece.param in missing or not piece.param_interval.numel:
                     continue
                 param = params[piece.param]
-                if joined and param.grad is None:
+                if joined and (param.grad is None or param.grad.stride() != param.stride()):
                     param.grad = torch.zeros_like(param)
                 assert param.grad is not None
                 part = flat(param.grad, param.stride())[piece.param_interval.slice]

@@ -25,7 +25,7 @@ from shardstep.checkpoint.tree import Leaf
 from shardstep.comm import Comm, connect
 from shardstep.describe import as_list, describe, describe_options, is_trainable, parameters
 from shardstep.gather import Gather, GatherAhead, GatherNow
-from shardstep.gradients import FullGradients, Gradients
+from shardstep.gradients import FullGradients, Gradients, part_of
 from shardstep.join import _ZeROJoinHook, provide_gradients
 from shardstep.plan import Interval, Layout, ShardPlan, share
 from shardstep.probe import layout_for
@@ -57,7 +57,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: if True, trainable parameters are moved into flat buckets
             (`param.data` becomes a view) and are gathered without being copied; if False, they
             stay where they are, and two bucket-sized buffers are used to send them.
-        overlap_with_ddp: reserved for stepping inside DDP's communication hooks.
+        overlap_with_ddp: if True, the step is taken inside DDP's backward: hand the optimizer to
+            one of `hook_with_zero_step`, `hook_with_zero_step_interleaved` and `register`.
+            Parameters live in buckets then, and `step()` does nothing.
         module: the module that the parameters belong to, not wrapped in DDP. If given, this is
             ZeRO-2: the optimizer starts all ranks from rank 0's parameters, reduces gradients to
             their owners while backward runs and gathers parameters while the next forward runs.
@@ -109,24 +111,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.world_size = self._comm.world_size
         self.rank = self._comm.group_rank
         self.global_rank = dist.get_rank() if self.process_group is not None else 0
-        self.parameters_as_bucket_view = parameters_as_bucket_view or module is not None
+        self._apart = module is not None or overlap_with_ddp
+        self.parameters_as_bucket_view = parameters_as_bucket_view or self._apart
         self._overlap_with_ddp = overlap_with_ddp
         self._bucket_bytes = bucket_bytes
         self._module = module
         self._overlap = overlap
         self._tie: ModuleTie | None = None
+        # What gathers run ahead of, and who reduces gradients to their owners: with `module`, or
+        # once a DDP module is tied to this.
+        self._ahead_of = module if overlap else None
+        self._reducer: type[ShardedGradients] | None = ShardedGradients if module else None
+        self._in_backward = False
         self._shadowing = False
         self._consolidated: StateDict | None = None
 
         def make() -> tuple[ShardPlan, list[str]]:
-            if overlap_with_ddp:
-                raise ValueError(
-                    "overlap_with_ddp=True is not available; leave it out and call step()"
-                )
+            if overlap_with_ddp and module is not None:
+                raise ValueError("module= replaces DDP: leave out overlap_with_ddp=True")
             # The local optimizer knows the class's defaults, in the class's order; they are taken
             # over from it below.
             Optimizer.__init__(self, as_list(params), {})
-            self._layout = _choose(layout, optimizer_class)
+            self._layout = _choose(layout, optimizer_class, self.world_size)
             if module is not None:
                 check_membership(module, parameters(self.param_groups))
             plan, lines = self._plan_now()
@@ -176,8 +182,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return plan, [*head, *map(str, specs), "no more parameters", f"plan {plan.fingerprint}"]
 
     def _shard_of(self, plan: ShardPlan) -> Shard:
-        apart = self._module is not None
-        return Shard(plan, parameters(self.param_groups), self.rank, apart)
+        return Shard(plan, parameters(self.param_groups), self.rank, self._apart)
 
     def _local_groups(self, shard: Shard) -> list[dict[str, Any]]:
         """The pieces of `shard` in the groups of their parameters, with those groups' options.
@@ -204,16 +209,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         home = BucketViews if self.parameters_as_bucket_view else OwnStorage
         self._home: Home = home(plan, self._params, self.rank)
         self._settle_in()
-        self._gather: Gather = GatherNow(self._gather_comm, plan, self._home)
-        self._gradients: Gradients = FullGradients(plan, self._params, shard)
-        if self._module is not None:
-            self._gradients = ShardedGradients(
-                self._comm, plan, self._params, shard, self._overlap, self._announce
-            )
-            if self._overlap:
-                self._gather = GatherAhead(
-                    self._gather_comm, plan, self._home, self._params, self._module
-                )
+        self._gather = self._make_gather()
+        self._gradients = self._make_gradients()
         if dist.is_available() and get_debug_level() != DebugLevel.OFF:
             own = share(plan, self.rank)
             logger.info(
@@ -225,17 +222,32 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 plan.layout,
             )
 
+    def _make_gather(self) -> Gather:
+        if self._ahead_of is None:
+            return GatherNow(self._gather_comm, self._plan, self._home)
+        return GatherAhead(self._gather_comm, self._plan, self._home, self._params, self._ahead_of)
+
+    def _make_gradients(self) -> Gradients:
+        if self._reducer is None:
+            return FullGradients(self._plan, self._params, self._shard)
+        return self._reducer(
+            self._comm, self._plan, self._params, self._shard, self._overlap, self._announce
+        )
+
     def _settle_in(self) -> None:
         """Take the parameters in where they are now."""
         self._home.attach()
         self._shard.repoint()
 
-    def _follow(self) -> None:
+    def _follow(self, stepping: bool = False) -> None:
         """Notice what was done to the parameters since the last step, and adapt to it.
 
         Data that only moved is this rank's own affair. Freezing, unfreezing, or a new dtype or
         device change the plan; like all else that concerns the model, they are done alike on every
         rank, and if they are not, all ranks that did them raise.
+
+        Args:
+            stepping: whether this is for a step, and not for a forward pass to come.
         """
         if self._unchanged():
             return
@@ -245,7 +257,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             # Freezing and unfreezing between backward and step wait until the gradients, which lie
             # where the plan in force has put them, are cleared.
             specs = [
-                replace(spec, trainable=before) if param.grad is None else spec
+                replace(spec, trainable=before)
+                if param.grad is None and (stepping or not param.requires_grad)
+                else spec
                 for spec, before, param in zip(specs, self._trainable, self._params, strict=True)
             ]
         if tuple(specs) == self._plan.specs:
@@ -327,6 +341,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         except Exception:
             self.param_groups[:] = groups
             raise
+        self._push_options()
         self._publish_options()
 
     # ------------------------------------------------------------------------------- the step
@@ -345,22 +360,27 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Returns:
             What the local optimizer's `step` returns.
         """
-        if self._module is None:
-            Join.notify_join_context(self)
-            if self._join_config.enable:
-                provide_gradients(self._comm, self._plan, self._params, joined=False)
-        else:
-            # What reductions are still to be announced is announced before the step is.
-            self._gradients.collect()
-            self._announce("step", list)
-        return self._step(closure, **kwargs)
-
-    def _step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:
+        if self._overlap_with_ddp and not (self._in_backward or self._shadowing):
+            self._check_idle_step(closure)
+            return None
+        if not self._shadowing:
+            self._notify()
         self._gather.land()
         self._follow()
         loss = self._local_step(closure, **kwargs)
         self._sync_params()
         return loss
+
+    def _notify(self) -> None:
+        """Under `Join`, let ranks without data take part in the step. Called on every rank."""
+        if self._module is not None:
+            # What reductions are still to be announced is announced before the step is.
+            self._gradients.collect()
+            self._announce("step", list)
+            return
+        Join.notify_join_context(self)
+        if self._join_config.enable and self._reducer is None:
+            provide_gradients(self._comm, self._plan, self._params, joined=False)
 
     def _local_step(
         self, closure: Callable[[], float] | None = None, **kwargs: Any
@@ -386,12 +406,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _sync_params(self) -> None:
         """Gather what the other ranks updated. Called on every rank."""
-        # A backward pass through a graph that was built on the old values has to fail, as it does
-        # after any optimizer's step: autograd has to see that the parameters were written to.
-        torch.autograd.graph.increment_version([p for p in self._params if p.grad is not None])
+        self._bump_versions()
         self._gather.launch()
         if self._tie is not None:
             self._tie.sync_buffers()
+
+    def _bump_versions(self) -> None:
+        # A backward pass through a graph that was built on the old values has to fail, as it does
+        # after any optimizer's step: autograd has to see that the parameters were written to.
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = [param for param in self._params if param.grad is not None]
+        torch.autograd.graph.increment_version(changed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters. Called on every rank.
@@ -435,6 +460,78 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         `module`; entered on every rank.
         """
         return self._gradients.no_sync()
+
+    # -------------------------------------------------------------- the step in DDP's backward
+
+    def _gather_ahead_of(self, module: torch.nn.Module) -> None:
+        """Let gathers run on while `module` runs its next forward. Called on every rank."""
+        self._gather.detach()
+        self._gather_comm = self._comm.again()
+        self._ahead_of = module
+        self._gather = self._make_gather()
+
+    def _reduce_to_owners(self, module: torch.nn.Module, reducer: type[ShardedGradients]) -> None:
+        """Let gradients be reduced by `reducer`. Called on every rank."""
+        self._gather_ahead_of(module)
+        self._comm = self._comm.again()
+        self._reducer = reducer
+        self._gradients = self._make_gradients()
+
+    def _step_in_backward(self) -> None:
+        self._in_backward = True
+        try:
+            self.step()
+        finally:
+            self._in_backward = False
+
+    def _check_idle_step(self, closure: object) -> None:
+        if closure is not None:
+            raise ValueError(
+                "with overlap_with_ddp=True the step is taken inside backward, so step() cannot "
+                "evaluate a closure"
+            )
+        if self._ahead_of is None:
+            raise RuntimeError(
+                "with overlap_with_ddp=True the step is taken inside DDP's backward, but no DDP "
+                "module was tied to this optimizer: register hook_with_zero_step(...) with it"
+            )
+
+    def _begin_partial_steps(self) -> None:
+        """A step that is taken in parts begins. Called on every rank."""
+        self._gather.land()
+        self._follow()
+        self._push_options()
+        self._missing = [
+            {slot.param for slot in bucket.slots} for bucket in self._plan.training_buckets
+        ]
+
+    def _partial_step(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """Step on these gradients alone, and gather what is complete. Called on every rank."""
+        for piece, tensor in self._shard:
+            if piece.param in grads:
+                tensor.grad = part_of(grads[piece.param], piece, self._params[piece.param])
+        before = describe_options(self.optim.param_groups)
+        self.optim.step()
+        if describe_options(self.optim.param_groups) != before:
+            raise RuntimeError(
+                f"{type(self.optim).__name__} keeps count in its parameter groups, so it cannot "
+                "step one bucket at a time; use hook_with_zero_step"
+            )
+        for _, tensor in self._shard:
+            tensor.grad = None
+        self._shard.settle()
+        complete = []
+        for number, missing in enumerate(self._missing):
+            if missing and not missing.difference(grads):
+                complete.append(number)
+            missing.difference_update(grads)
+        self._gather.launch(complete)
+
+    def _end_partial_steps(self) -> None:
+        """All parts have been taken. Called on every rank."""
+        self._gather.launch([number for number, missing in enumerate(self._missing) if missing])
+        self._publish_options()
+        self._bump_versions()
 
     # ------------------------------------------------------------------------------ the module
 
@@ -522,13 +619,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------------------ the state
 
     @property  # type: ignore[override]
-    def state(self) -> Mapping[torch.Tensor, Any]:
-        """This rank's part of the state, by parameter; read-only."""
+    def state(self) -> _LocalState:
+        """This rank's part of the state, by parameter; a view that can be read and cleared."""
         return _LocalState(self._params, self._shard, self.optim)
 
     @state.setter
-    def state(self, value: object) -> None:
-        """The base class's own mapping is not used: the state is the local optimizer's."""
+    def state(self, value: Mapping[torch.Tensor, Any]) -> None:
+        # The base class's own mapping is not used: the state is the local optimizer's.
+        if self.initialized:
+            if value:
+                raise TypeError("the state is divided among ranks; set it with load_state_dict()")
+            self.state.clear()
 
     def _states(self) -> dict[int, Any]:
         """This rank's part of the state, by number of the parameter."""
@@ -638,12 +739,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _shadow_step(self) -> None:
         """Take the step that ranks with data take. Called on every rank that has none."""
-        provide_gradients(self._comm, self._plan, self._params, joined=True)
-        self._step()
+        if self._reducer is None:
+            provide_gradients(self._comm, self._plan, self._params, joined=True)
+        self._shadowing = True
+        try:
+            self.step()
+        finally:
+            self._shadowing = False
 
     def _announce(self, kind: str, arguments: Callable[[], list[Any]]) -> None:
         """Under `Join`, tell ranks without data what is about to happen. Called on every rank."""
-        if self._shadowing or not self._join_config.enable:
+        if self._module is None or self._shadowing or not self._join_config.enable:
             return
         if not self._join_config.is_first_joinable:
             raise RuntimeError(
@@ -674,7 +780,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             "clip": self._gradients.shadow_clip,
             "unscale": self._gradients.shadow_unscale,
             "zero": lambda: self.zero_grad(set_to_none=False),
-            "step": self._step,
+            "step": self.step,
         }
         self._shadowing = True
         try:
@@ -697,6 +803,7 @@ class _LocalState(Mapping[torch.Tensor, Any]):
     """The state that this rank keeps, under the parameters that the user knows."""
 
     def __init__(self, params: list[torch.Tensor], shard: Shard, optim: Optimizer) -> None:
+        self._optim = optim
         self._held = {
             params[piece.param]: optim.state[tensor]
             for piece, tensor in shard
@@ -706,6 +813,11 @@ class _LocalState(Mapping[torch.Tensor, Any]):
     def __getitem__(self, param: torch.Tensor) -> Any:
         return self._held.get(param, {})
 
+    def clear(self) -> None:
+        """Forget this rank's part of the state."""
+        self._held.clear()
+        self._optim.state.clear()
+
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._held)
 
@@ -713,8 +825,8 @@ class _LocalState(Mapping[torch.Tensor, Any]):
         return len(self._held)
 
 
-def _choose(layout: str, optimizer_class: Any) -> Layout:
-    needed = layout_for(optimizer_class)
+def _choose(layout: str, optimizer_class: Any, world_size: int) -> Layout:
+    needed = layout_for(optimizer_class, world_size)
     if layout == "auto":
         return needed
     if layout not in ("sliced", "whole"):

@@ -27,16 +27,18 @@ ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
 """Classes whose update of an element depends on that element's history alone."""
 
 
-def layout_for(optimizer_class: Any) -> Layout:
+def layout_for(optimizer_class: Any, world_size: int) -> Layout:
     """The layout in which sharding `optimizer_class` changes no number.
 
     Known element-wise classes may be sliced. Every other class, subclasses of the known ones
     included, is given whole tensors.
 
     Raises:
-        ValueError: if the class couples all parameters, so that no rank can update its own alone.
+        ValueError: if the class couples all parameters, so that of several ranks none can update
+            its own alone.
     """
-    if isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS):
+    coupled = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS)
+    if coupled and world_size > 1:
         raise ValueError(
             f"{optimizer_class.__name__} couples all parameters in one line search, so its state "
             "cannot be divided among ranks; use it unsharded on every rank"

@@ -38,6 +38,19 @@ Announce = Callable[[str, Callable[[], list[Any]]], None]
 """Tells joined ranks what is to be shadowed; the arguments are made only if there may be any."""
 
 
+def at_end_of_backward(callback: Callable[[], None]) -> bool:
+    """Call back when the backward pass that this is called in comes to its end.
+
+    Returns:
+        Whether there is one; if not, nothing is called.
+    """
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    except RuntimeError:
+        return False
+    return True
+
+
 @dataclass(slots=True)
 class _Lane:
     """One bucket's way through a round.
@@ -124,11 +137,16 @@ class ShardedGradients:
         self._cleared_at: dict[int, int] = {}
         self._everything_used: torch.Tensor | None = None
         self._collected = False
-        self._handles = [
-            params[index].register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
-            for index in self._trained
-            if params[index].requires_grad
-        ]
+        self._handles: list[Any] = []
+        self._watch()
+
+    def _watch(self) -> None:
+        """Be told when a gradient is there."""
+        for index in self._trained:
+            param: Any = self._params[index]
+            if param.requires_grad:
+                hook = param.register_post_accumulate_grad_hook(self._hook(index))
+                self._handles.append(hook)
 
     # ------------------------------------------------------------------------------- laying out
 
@@ -195,31 +213,33 @@ class ShardedGradients:
     # ---------------------------------------------------------------------------------- a round
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        lane = self._lane_of[index]
-
         def gradient_is_there(param: torch.Tensor) -> None:
             # Models over several devices run their backward in several threads.
             with self._lock:
-                if self._paused:
-                    return
-                current = self._round
-                if current is None:
-                    self._announce("round", lambda: [not self._held()])
-                    current = self._begin()
-                if index in current.come:
-                    if lane < current.launched:
-                        raise RuntimeError(
-                            f"the gradient of parameter {self._plan.specs[index].name!r} came "
-                            "twice in one backward pass, the second time after it was sent; if "
-                            "the model uses activation checkpointing, pass use_reentrant=False"
-                        )
-                    return
-                current.come.add(index)
-                current.missing[lane] -= 1
-                if self._overlap and lane == current.launched:
-                    self._launch_complete(current)
+                if not self._paused:
+                    self._arrived(index)
 
         return gradient_is_there
+
+    def _arrived(self, index: int) -> None:
+        """Count a gradient in, and send its bucket off if that was the last."""
+        lane = self._lane_of[index]
+        current = self._round
+        if current is None:
+            self._announce("round", lambda: [not self._held()])
+            current = self._begin()
+        if index in current.come:
+            if lane < current.launched:
+                raise RuntimeError(
+                    f"the gradient of parameter {self._plan.specs[index].name!r} came twice in "
+                    "one backward pass, the second time after it was sent; if the model uses "
+                    "activation checkpointing, pass use_reentrant=False"
+                )
+            return
+        current.come.add(index)
+        current.missing[lane] -= 1
+        if self._overlap and lane == current.launched:
+            self._launch_complete(current)
 
     def expect_backward(self) -> None:
         """Called in a backward pass through the model, before its gradients come.
@@ -230,7 +250,7 @@ class ShardedGradients:
         with self._lock:
             if not self._within and not self._paused:
                 self._within = True
-                self._at_end_of_pass(self._pass_is_over)
+                at_end_of_backward(self._pass_is_over)
 
     def _pass_is_over(self) -> None:
         with self._lock:
@@ -256,9 +276,9 @@ class ShardedGradients:
             self._forget()
         self._collected = False
         current = self._round = _Round([len(lane.params) for lane in self._lanes], set())
-        if not self._within and torch._C._current_graph_task_id() != -1:
+        if not self._within:
             # A round that was given up is not this one any more.
-            self._at_end_of_pass(
+            at_end_of_backward(
                 lambda: self._finish_round(current) if self._round is current else None
             )
         return current
@@ -266,10 +286,6 @@ class ShardedGradients:
     def _held(self) -> bool:
         """Whether the shard has gradients that nobody has cleared."""
         return any(isinstance(self._params[i].grad, ShardedGrad) for i in self._trained)
-
-    @staticmethod
-    def _at_end_of_pass(callback: Callable[[], None]) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _launch_complete(self, current: _Round) -> None:
         while current.launched < len(self._lanes) and not current.missing[current.launched]:
@@ -290,8 +306,7 @@ class ShardedGradients:
         current.launched += 1
         while len(self._in_flight) >= POOL:
             self._land()
-        # What nobody has cleared since the last round is added to.
-        kept = {i for i in lane.params if isinstance(self._params[i].grad, ShardedGrad)}
+        kept = self._kept(lane.params)
         buffer, views, out = lane.buffer, lane.views, lane.shard
         if kept:
             out = torch.empty_like(lane.shard)
@@ -311,15 +326,7 @@ class ShardedGradients:
         """Move the gradients of a bucket into its buffer."""
         scale = 1.0 / self._comm.world_size
         for index, view in zip(params, views, strict=True):
-            param = self._params[index]
-            grad = param.grad
-            if isinstance(grad, ShardedGrad):
-                grad = grad.take_incoming()
-            else:
-                # Whatever came before is not to count any more.
-                self._used_here.discard(index)
-                self._cleared_at[index] = len(self._used_elsewhere)
-                self._standing[index].take_incoming()
+            grad = self._take(index)
             if grad is None:
                 view.zero_()
             else:
@@ -327,7 +334,28 @@ class ShardedGradients:
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
                 torch.mul(grad.detach(), scale, out=view)
-            param.grad = self._standing[index]
+            self._stand_in(index)
+
+    def _kept(self, params: Sequence[int]) -> set[int]:
+        """Those whose gradient nobody has cleared since the last round: it is added to."""
+        return {i for i in params if isinstance(self._params[i].grad, ShardedGrad)}
+
+    def _take(self, index: int) -> torch.Tensor | None:
+        """What this rank has to add to the gradient of a parameter."""
+        grad = self._params[index].grad
+        if isinstance(grad, ShardedGrad):
+            return grad.take_incoming()
+        self._start_over(index)
+        return grad
+
+    def _start_over(self, index: int) -> None:
+        """Whatever came before for this parameter is not to count any more."""
+        self._used_here.discard(index)
+        self._cleared_at[index] = len(self._used_elsewhere)
+        self._standing[index].take_incoming()
+
+    def _stand_in(self, index: int) -> None:
+        self._params[index].grad = self._standing[index]
 
     def _tell_used(self) -> None:
         """Let every rank know which parameters had a gradient here."""
