@@ -26,8 +26,8 @@ def behind_the_door(double: Callable[[Comm], Comm]) -> Iterator[list[Comm]]:
     """Optimizers made within communicate through doubles, which come in the list."""
     made: list[Comm] = []
 
-    def connect(process_group: Any) -> Comm:
-        made.append(double(comm.connect(process_group)))
+    def connect(*args: Any) -> Comm:
+        made.append(double(comm.connect(*args)))
         return made[-1]
 
     with mock.patch.object(optimizer, "connect", connect):

@@ -7,7 +7,7 @@ one; whatever loop is run on both has to come to the same numbers.
 
 from __future__ import annotations
 
-import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -53,9 +53,7 @@ class MLP(nn.Module):
     def __init__(self, width: int = 128, depth: int = 4) -> None:
         super().__init__()
         sizes = [16, *[width] * depth, 4]
-        self.layers = nn.ModuleList(
-            nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True)
-        )
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
@@ -274,12 +272,7 @@ def train(setup: Setup, problem: Problem, steps: range) -> list[Tensor]:
 def put_behind_the_door(wrap: Callable[[Comm], Comm]) -> None:
     """From now on, in this rank, have optimizers communicate through a double."""
     connect = shardstep.optimizer.connect
-    shardstep.optimizer.connect = lambda group: wrap(connect(group))  # type: ignore[assignment]
-
-
-def twin(module: nn.Module) -> nn.Module:
-    """A copy with storage of its own."""
-    return copy.deepcopy(module)
+    shardstep.optimizer.connect = lambda *args: wrap(connect(*args))  # type: ignore[assignment]
 
 
 def failing(checks: Iterator[tuple[str, Any]] | Sequence[tuple[str, Any]]) -> list[str]:

@@ -26,6 +26,7 @@ from models import (
     unlike_ddp,
     with_ddp,
     with_zero,
+    world_size,
 )
 from problems import differing
 from ranks import raises_on_every_rank, run_ranks
@@ -176,16 +177,6 @@ def _replace_by_hand(setup: Setup) -> None:
         setup.finish()
 
 
-def _gradient_penalty(setup: Setup) -> None:
-    """`autograd.grad` goes through the model without a gradient for any parameter."""
-    for step in range(4):
-        x = noise(step, 6, 16).requires_grad_()
-        out = setup.module(x)
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        (setup.model(x.detach()).square().mean() + slope.square().mean()).backward()
-        setup.finish()
-
-
 def _partial_backward(setup: Setup) -> None:
     """Only some parameters are asked for."""
     last = setup.module.get_submodule("layers.4")
@@ -258,25 +249,8 @@ def _held_back_after_a_sent_one(setup: Setup) -> None:
         setup.finish()
 
 
-def _two_forwards_one_backward(setup: Setup) -> None:
-    for step in range(4):
-        a, b = (setup.model(noise(step, 6, 16)), setup.model(noise(step + 50, 6, 16)))
-        (a * b).mean().backward()
-        setup.finish()
-
-
-def _two_backwards_through_one_graph(setup: Setup) -> None:
-    for step in range(4):
-        loss = MLP_PROBLEM.loss(setup.model, step)
-        loss.backward(retain_graph=True)
-        (2 * loss).backward()
-        setup.finish()
-
-
 def _run_close() -> list[str]:
     def far(loop: Loop, **options: Any) -> float:
-        # DDP knows nothing of a second backward pass through one graph, nor of one after two
-        # forward passes, unless its graph is static.
         found = furthest(*both(loop, kind=SGD, **options))
         return found if found > 1e-5 else 0.0
 
@@ -288,28 +262,21 @@ def test_gradients_that_are_not_cleared_add_up() -> None:
     assert run_ranks(_run_close, 2) == [[], []]
 
 
-def _run_on_the_mean(loop: Loop) -> list[str]:
+def _run_on_the_mean(loss: Callable[..., Tensor]) -> list[str]:
     """Against one process that computes all ranks' losses and takes their mean itself."""
     failures = []
     for overlap in (True, False):
         zero = with_zero(MLP_PROBLEM.fresh(), SGD, overlap=overlap)
-        oracle = nn.Module.__new__(MLP)
         oracle = MLP()
         oracle.load_state_dict(zero.module.state_dict())
         opt = SGD[0](oracle.parameters(), **SGD[1])
-        ranks = range(torch.distributed.get_world_size())
+        ranks = range(world_size())
+        twice = loss is _walked_twice
         for step in range(4):
-            expected, got = (
-                loop(model, step, r) for model, r in ((oracle, 0), (zero.module, None))
-            )
-            total = sum(loop(oracle, step, r) for r in ranks) / len(ranks)
-            del expected
-            total.backward()
-            if loop is _double:
-                got.backward(retain_graph=True)
-                total = sum(loop(oracle, step, r) for r in ranks) / len(ranks)
-                total.backward()
-            got.backward()
+            mean = sum(loss(oracle, step, each) for each in ranks) / len(ranks)
+            for value in (mean, loss(zero.module, step, None)):
+                for walk in range(1 + twice):
+                    value.backward(retain_graph=twice and walk == 0)
             opt.step()
             opt.zero_grad()
             zero.finish()
@@ -323,7 +290,7 @@ def _siamese(model: nn.Module, step: int, of: int | None) -> Tensor:
     return out
 
 
-def _double(model: nn.Module, step: int, of: int | None) -> Tensor:
+def _walked_twice(model: nn.Module, step: int, of: int | None) -> Tensor:
     out: Tensor = model(noise(step, 6, 16, of=of)).square().mean()
     return out
 
@@ -336,11 +303,11 @@ def _penalised(model: nn.Module, step: int, of: int | None) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("loop", [_siamese, _double, _penalised])
-def test_the_gradient_is_the_mean_over_ranks_however_often_the_graph_is_walked(loop: Any) -> None:
+@pytest.mark.parametrize("loss", [_siamese, _walked_twice, _penalised])
+def test_the_gradient_is_the_mean_over_ranks_however_often_the_graph_is_walked(loss: Any) -> None:
     """Two forward passes before a backward pass, two backward passes through one graph, and a
     penalty on the gradient with respect to the input."""
-    assert run_ranks(_run_on_the_mean, 2, loop) == [[], []]
+    assert run_ranks(_run_on_the_mean, 2, loss) == [[], []]
 
 
 # --------------------------------------------------------------------------------- what is sent

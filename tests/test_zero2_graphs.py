@@ -254,7 +254,7 @@ def _two_modules() -> list[str]:
     return failing(
         (
             f"overlap {overlap}",
-            differing(expected, run(lambda m, g: with_zero(m, SGD, overlap=overlap))),
+            differing(expected, run(lambda m, g, o=overlap: with_zero(m, SGD, overlap=o))),
         )
         for overlap in (True, False)
     )
@@ -327,8 +327,10 @@ def _compiled(backend: str) -> list[str]:
 
     for name, problem in (("mlp", MLP_PROBLEM), ("reaching", Problem(_Plainer, REACHING.loss))):
         expected = run("never", problem)
-        for when in ("before construction", "after two steps", "in place"):
-            checks.append((f"{name}, compiled {when}", differing(expected, run(when, problem))))
+        checks += [
+            (f"{name}, compiled {when}", differing(expected, run(when, problem)))
+            for when in ("before construction", "after two steps", "in place")
+        ]
     return failing(checks)
 
 
@@ -361,7 +363,8 @@ class _PartlyScripted(nn.Module):
 
 
 def _scripted() -> list[int]:
-    with warnings.catch_warnings():
+    # The optimizing executor rounds differently in its first runs, under DDP too.
+    with warnings.catch_warnings(), torch.jit.optimized_execution(False):
         warnings.simplefilter("ignore")
         problem = Problem(_PartlyScripted, REACHING.loss)
         return unlike_ddp(lambda setup: train(setup, problem, range(6)), problem, SGD)
@@ -472,29 +475,25 @@ def test_freezing_and_unfreezing_between_backward_and_step_loses_no_gradient() -
     assert run_ranks(_frozen_before_the_step, 2) == [[], []]
 
 
-def _losing_gradients() -> list[str]:
+def _losing_gradients() -> None:
     """What cannot be done without losing gradients is refused, on every rank."""
-    found = []
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     zero.module.get_submodule("layers.1").requires_grad_(False)
     zero.backward(0)
     zero.module.get_submodule("layers.1").requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"lose the gradients.*zero_grad\(\)"):
         zero.backward(1)
-        found.append("accumulated over an unfreezing")
     zero.opt.zero_grad()
     train(zero, MLP_PROBLEM, range(2))
     zero.backward(2)
     with pytest.raises(RuntimeError, match="lose the gradients"):
         zero.opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-        found.append("added a group over gradients")
     zero.finish()
     train(zero, MLP_PROBLEM, range(2))
-    return found
 
 
 def test_changing_what_trains_over_accumulated_gradients_is_refused() -> None:
-    assert run_ranks(_losing_gradients, 2) == [[], []]
+    assert run_ranks(_losing_gradients, 2) == [None, None]
 
 
 def _added_group() -> list[str]:

@@ -212,9 +212,11 @@ class GroupComm:
 
     Args:
         group: the process group; this rank has to be a member of it.
+        device: the accelerator to stage through, where that is needed; the current one if None.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+        self._device = device
         self.group: dist.ProcessGroup = group
         self.group_rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -374,6 +376,8 @@ class GroupComm:
             return torch.device("cpu")
         if backend is not None:
             return device
+        if self._device is not None:
+            return self._device
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None:
             raise RuntimeError(f"the process group has no backend for tensors on {device}")
@@ -390,7 +394,7 @@ class GroupComm:
             timeout=self._timeout(),
             use_local_synchronization=True,
         )
-        return GroupComm(group)
+        return GroupComm(group, self._device)
 
     def _timeout(self) -> timedelta | None:
         backend = self.group._get_backend(self._meeting_device())
@@ -414,8 +418,14 @@ def _chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:
         yield data[start : start + CHUNK_NBYTES]
 
 
-def connect(process_group: dist.ProcessGroup | None) -> Comm:
-    """The communication for `process_group`, the default group, or no group at all."""
+def connect(process_group: dist.ProcessGroup | None, near: Sequence[torch.Tensor] = ()) -> Comm:
+    """The communication for `process_group`, the default group, or no group at all.
+
+    Args:
+        process_group: the process group; None for the default group, if there is one.
+        near: tensors on whose device this rank works. A rank that was never told its current
+            device has the same one as all others.
+    """
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return SoloComm()
@@ -428,4 +438,5 @@ def connect(process_group: dist.ProcessGroup | None) -> Comm:
         )
     if dist.get_world_size(process_group) == 1:
         return SoloComm(process_group)
-    return GroupComm(process_group)
+    devices = (tensor.device for tensor in near if tensor.device.type != "cpu")
+    return GroupComm(process_group, next(devices, None))

@@ -106,7 +106,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         self.initialized = False
-        self._comm: Comm = connect(process_group)
+        given = _Given(params)
+        self._comm: Comm = connect(process_group, given.tensors)
         self.process_group = self._comm.group
         self.world_size = self._comm.world_size
         self.rank = self._comm.group_rank
@@ -131,7 +132,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 raise ValueError("module= replaces DDP: leave out overlap_with_ddp=True")
             # The local optimizer knows the class's defaults, in the class's order; they are taken
             # over from it below.
-            Optimizer.__init__(self, as_list(params), {})
+            Optimizer.__init__(self, given.items(), {})
             self._layout = _choose(layout, optimizer_class, self.world_size)
             if module is not None:
                 check_membership(module, parameters(self.param_groups))
@@ -797,6 +798,38 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_process_group(self) -> Any:
         """The process group."""
         return self.process_group
+
+
+class _Given:
+    """The parameters as they were given, read once; what is wrong with them is raised later.
+
+    A rank must not raise before it has met the others: they would wait for it.
+    """
+
+    def __init__(self, params: Any) -> None:
+        self._items: list[Any] = []
+        self._error: Exception | None = None
+        try:
+            self._items = as_list(params)
+        except (TypeError, ValueError) as error:
+            self._error = error
+
+    def items(self) -> list[Any]:
+        if self._error is not None:
+            raise self._error
+        return self._items
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those parameters that were given as such, and not in groups that can be read once."""
+        found: list[torch.Tensor] = []
+        for item in self._items:
+            inner = item.get("params") if isinstance(item, dict) else [item]
+            for each in inner if isinstance(inner, (list, tuple)) else [inner]:
+                tensor = each[1] if isinstance(each, tuple) and len(each) == 2 else each
+                if isinstance(tensor, torch.Tensor):
+                    found.append(tensor)
+        return found
 
 
 class _LocalState(Mapping[torch.Tensor, Any]):
