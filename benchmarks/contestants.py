@@ -8,15 +8,17 @@ makes its own, or one contestant's messages would queue behind another's.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
+
+import shardstep
 
 LEARNING_RATE = 3e-4
 
@@ -140,47 +142,48 @@ def _fsdp2(make_model: ModelFactory, rank: int) -> Trainee:
 
 @contestant("zero1", "DDP, shardstep's ZeroRedundancyOptimizer over fused AdamW, bucket views")
 def _zero1(make_model: ModelFactory, rank: int) -> Trainee:
-    zero = _shardstep_optimizer()
     group = dist.new_group()
     model = DistributedDataParallel(make_model(), process_group=group)
-    optimizer = zero(
-        model.parameters(),
-        AdamW,
-        process_group=group,
-        parameters_as_bucket_view=True,
-        lr=LEARNING_RATE,
-        fused=True,
-    )
-    return Trainee(model, optimizer)
+    return Trainee(model, _sharded(model, group, parameters_as_bucket_view=True))
 
 
 @contestant("zero2", "shardstep's ZeroRedundancyOptimizer with module=model, no DDP")
 def _zero2(make_model: ModelFactory, rank: int) -> Trainee:
-    zero = _shardstep_optimizer()
-    if "module" not in inspect.signature(zero).parameters:
-        raise UnavailableError("this shardstep has no `module` argument")
     model = make_model()
+    return Trainee(model, _sharded(model, dist.new_group(), module=model))
+
+
+@contestant("hook", "DDP with shardstep's hook_with_zero_step over an all-reduce")
+def _hook(make_model: ModelFactory, rank: int) -> Trainee:
+    return _with_hook(make_model, shardstep.hook_with_zero_step)
+
+
+@contestant("hook-interleaved", "DDP with shardstep's hook_with_zero_step_interleaved")
+def _hook_interleaved(make_model: ModelFactory, rank: int) -> Trainee:
+    return _with_hook(make_model, shardstep.hook_with_zero_step_interleaved)
+
+
+@contestant("register", "DDP with shardstep's register: reduce-scatter in place of the all-reduce")
+def _register(make_model: ModelFactory, rank: int) -> Trainee:
     group = dist.new_group()
-    try:
-        optimizer = zero(
-            model.parameters(),
-            AdamW,
-            process_group=group,
-            module=model,
-            lr=LEARNING_RATE,
-            fused=True,
-        )
-    except NotImplementedError as error:
-        raise UnavailableError(f"shardstep: {error}") from error
+    model = DistributedDataParallel(make_model(), process_group=group)
+    optimizer = _sharded(model, group, overlap_with_ddp=True)
+    shardstep.register(model, optimizer)
     return Trainee(model, optimizer)
 
 
-def _shardstep_optimizer() -> Any:
-    import shardstep
+def _with_hook(make_model: ModelFactory, make_hook: Callable[..., Any]) -> Trainee:
+    group = dist.new_group()
+    model = DistributedDataParallel(make_model(), process_group=group)
+    optimizer = _sharded(model, group, overlap_with_ddp=True)
+    model.register_comm_hook(group, make_hook(allreduce_hook, model, optimizer))
+    return Trainee(model, optimizer)
 
-    if not hasattr(shardstep, "ZeroRedundancyOptimizer"):
-        raise UnavailableError("this shardstep has no ZeroRedundancyOptimizer")
-    return shardstep.ZeroRedundancyOptimizer
+
+def _sharded(model: nn.Module, group: Any, **options: Any) -> Any:
+    return shardstep.ZeroRedundancyOptimizer(
+        model.parameters(), AdamW, process_group=group, lr=LEARNING_RATE, fused=True, **options
+    )
 
 
 @contestant("deepspeed", "DeepSpeed ZeRO-2, AdamW")

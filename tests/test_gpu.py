@@ -8,10 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks import run_ranks
-from shardstep import ZeroRedundancyOptimizer
+from shardstep import (
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    register,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,9 +90,11 @@ def _alone(fused: bool, view: bool, with_module: bool) -> list[str]:
     again.load_state_dict(ours.state_dict())
     c = wrap(again)
     c.load_state_dict(saved)
-    for entry in c.optim.state.values():
-        if entry["step"].is_cuda is not fused or not entry["exp_avg"].is_cuda:
-            failures.append("state is on the wrong device")
+    failures += [
+        "state is on the wrong device"
+        for entry in c.optim.state.values()
+        if entry["step"].is_cuda is not fused or not entry["exp_avg"].is_cuda
+    ]
     if _train(plain, a, 5) != _train(again, c, 5) or not _same(plain, again):
         failures.append("training on differs")
     return failures
@@ -129,6 +137,38 @@ def _against_ddp(overlap: bool, layout: str) -> list[str]:
 @pytest.mark.parametrize("layout", ["sliced", "whole"])
 def test_two_ranks_on_one_device_equal_ddp_bit_for_bit(overlap: bool, layout: str) -> None:
     assert run_ranks(_against_ddp, 2, overlap, layout) == [[], []]
+
+
+def _hooked(way: str, view: bool, static: bool) -> list[str]:
+    """A DDP hook against DDP and the plain optimizer, from the first iteration on."""
+    ddp = DistributedDataParallel(_model().cuda(), bucket_cap_mb=0.1)
+    expected = _train(ddp, AdamW(ddp.parameters(), lr=1e-2), 20)
+    ours = DistributedDataParallel(
+        _model().cuda(), bucket_cap_mb=0.1, gradient_as_bucket_view=view, static_graph=static
+    )
+    opt = ZeroRedundancyOptimizer(
+        ours.parameters(), AdamW, overlap_with_ddp=True, bucket_bytes=100_000, lr=1e-2
+    )
+    if way == "register":
+        register(ours, opt)
+    else:
+        make = {"step": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}[way]
+        ours.register_comm_hook(None, make(allreduce_hook, ours, opt))
+    failures = []
+    if _train(ours, opt, 20) != expected:
+        failures.append("losses differ")
+    if not _same(ours, ddp):
+        failures.append("parameters differ")
+    return failures
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("way", ["step", "interleaved", "register"])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+def test_ddp_hooks_equal_ddp_bit_for_bit(backend: str, way: str, view: bool, static: bool) -> None:
+    world_size = 1 if backend == "nccl" else 2
+    assert run_ranks(_hooked, world_size, way, view, static, backend=backend) == [[]] * world_size
 
 
 def _two_devices(view: bool) -> list[str]:

@@ -80,9 +80,11 @@ class _Reduction:
 class _Noted:
     def __init__(self, pending: Any) -> None:
         self._pending = pending
+        self._waited = False
 
     def wait(self) -> None:
-        _Late.waits += 1
+        _Late.waits += not self._waited
+        self._waited = True
         self._pending.wait()
 
 
@@ -532,7 +534,7 @@ def _not_waiting() -> list[str]:
     before = _Late.waits
 
     def waited(what: str) -> None:
-        if _Late.waits != before:
+        if _Late.waits != before or any(type(p) is nn.Parameter for p in zero.module.parameters()):
             failures.append(what)
 
     zero.opt.zero_grad()
@@ -550,8 +552,7 @@ def _not_waiting() -> list[str]:
     _ = sum(p.numel() * p.element_size() for p in zero.module.parameters() if p.requires_grad)
     waited("counting parameters")
     zero.module.train()
-    zero.module.requires_grad_(True)
-    # requires_grad_ is a method on the data's tensor and may wait; it must not change anything.
+    waited("train()")
     return failures
 
 

@@ -15,6 +15,7 @@ travels with each round, because one that had none is skipped by the optimizer, 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -213,11 +214,18 @@ class ShardedGradients:
     # ---------------------------------------------------------------------------------- a round
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        # A tensor's hooks lie where the garbage collector does not look: one that held this object,
+        # which holds the tensor, would keep the model and the optimizer alive for good.
+        here = weakref.ref(self)
+
         def gradient_is_there(param: torch.Tensor) -> None:
+            gradients = here()
+            if gradients is None:
+                return
             # Models over several devices run their backward in several threads.
-            with self._lock:
-                if not self._paused:
-                    self._arrived(index)
+            with gradients._lock:
+                if not gradients._paused:
+                    gradients._arrived(index)
 
         return gradient_is_there
 
