@@ -49,11 +49,6 @@ def hook_with_zero_step(
 
     Raises:
         ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
-
-    Example:
-        >>> ddp.register_comm_hook(  # doctest: +SKIP
-        ...     None, hook_with_zero_step(allreduce_hook, ddp, zero)
-        ... )
     """
     _check(ddp, zero)
     zero._gather_ahead_of(ddp.module)
