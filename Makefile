@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test check bench docs format clean
+.PHONY: help demo test test-slow check bench docs format clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,6 +23,9 @@ test: $(READY)  ## run the tests, with coverage of every rank
 	$(BIN)/python -m coverage run -m pytest -m "not slow" tests
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --fail-under=95
+
+test-slow: $(READY)  ## run the tests that take minutes: many iterations under load
+	$(BIN)/python -m pytest -m slow tests
 
 check: $(READY)  ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -272,11 +272,6 @@ BAD: Bad = {
         ValueError,
         "bucket_bytes has to be positive, not 0",
     ),
-    "overlap_with_ddp": (
-        lambda: {"params": [p(4)], "overlap_with_ddp": True},
-        ValueError,
-        "overlap_with_ddp",
-    ),
     "a negative learning rate": (lambda: {"params": [p(4)], "lr": -1.0}, ValueError, "-1.0"),
     "an option the class does not have": (
         lambda: {"params": [p(4)], "beta": 3},
@@ -285,7 +280,7 @@ BAD: Bad = {
     ),
 }
 
-OURS_ALONE = {"layout", "bucket_bytes", "overlap_with_ddp"}
+OURS_ALONE = {"layout", "bucket_bytes"}
 
 #: Where upstream's type is an accident (it compares type names first) we do as torch.optim does.
 UPSTREAM_S_OWN = {"a number in a group": ValueError}

@@ -14,6 +14,7 @@ from models import (
     ADAMW,
     MLP,
     MLP_PROBLEM,
+    PROBLEMS,
     SGD,
     Problem,
     Setup,
@@ -25,13 +26,15 @@ from models import (
     train,
     unlike_ddp,
     with_ddp,
+    with_plain,
     with_zero,
     world_size,
 )
-from problems import differing
+from problems import copies, differing
 from ranks import raises_on_every_rank, run_ranks
 
 Loop = Callable[[Setup], Any]
+FOREACH = (SGD[0], {**SGD[1], "foreach": True})
 
 # ----------------------------------------------------------------- loops that equal DDP to the bit
 
@@ -83,6 +86,18 @@ def _zero_in_place(setup: Setup) -> None:
         setup.opt.zero_grad(set_to_none=False)
     # No gradients have come since: momentum and weight decay go on.
     setup.opt.step()
+
+
+def _hold_back_and_zero_in_place(setup: Setup) -> None:
+    """Some gradients have been sent and some not when all are cleared."""
+    for step in range(0, 9, 3):
+        setup.backward(step)
+        setup.module.get_submodule("layers.1").zero_grad()
+        with setup.no_sync():
+            setup.backward(step + 1)
+        setup.opt.zero_grad(set_to_none=False)
+        setup.backward(step + 2)
+        setup.finish()
 
 
 def _zero_in_place_through_the_module(setup: Setup) -> None:
@@ -195,6 +210,7 @@ TO_THE_BIT: list[Loop] = [
     _give_up_what_was_held_back,
     _no_step_after_backward,
     _zero_in_place,
+    _hold_back_and_zero_in_place,
     _zero_in_place_through_the_module,
     _zero_through_the_module,
     _step_twice_on_the_same_gradients,
@@ -213,6 +229,9 @@ def _run_to_the_bit(overlap: bool) -> list[str]:
         (f"{loop.__name__}, {kind[0].__name__}", unlike_ddp(loop, kind=kind, overlap=overlap))
         for loop in TO_THE_BIT
         for kind in (SGD, ADAMW)
+    ) + failing(
+        (f"{loop.__name__}, foreach", unlike_ddp(loop, kind=FOREACH, overlap=overlap))
+        for loop in (_zero_in_place, _hold_back_and_zero_in_place)
     )
 
 
@@ -249,13 +268,50 @@ def _held_back_after_a_sent_one(setup: Setup) -> None:
         setup.finish()
 
 
+def _added_up_after_giving_up(setup: Setup) -> None:
+    """What was held back and given up must not come back with a later pass."""
+    for step in range(0, 12, 4):
+        setup.backward(step)
+        with setup.no_sync():
+            setup.backward(step + 1)
+        setup.module.zero_grad()
+        setup.backward(step + 2)
+        setup.backward(step + 3)
+        setup.finish()
+
+
+def _partly_cleared(setup: Setup) -> None:
+    """A branch is cleared by hand and not taken again: it has no gradient, whoever took it before.
+
+    With weight decay and momentum, a gradient of zeros would be seen.
+    """
+    branches = setup.module.get_submodule("branches")
+    for step in range(0, 8, 2):
+        setup.model(noise(step, 6, 16), [0, 1, 2]).square().mean().backward()
+        setup.opt.step()
+        branches[1].zero_grad()
+        branches[2].zero_grad()
+        taken = [0, 2] if rank() == 1 else [0]
+        setup.model(noise(step + 1, 6, 16), taken).square().mean().backward()
+        setup.finish()
+
+
 def _run_close() -> list[str]:
     def far(loop: Loop, **options: Any) -> float:
         found = furthest(*both(loop, kind=SGD, **options))
         return found if found > 1e-5 else 0.0
 
-    loops: list[Loop] = [_several_backward_passes, _never_cleared, _held_back_after_a_sent_one]
-    return failing((loop.__name__, far(loop)) for loop in loops)
+    loops: list[Loop] = [
+        _several_backward_passes,
+        _never_cleared,
+        _held_back_after_a_sent_one,
+        _added_up_after_giving_up,
+    ]
+    partly = PROBLEMS["branching"]
+    return failing(
+        [(loop.__name__, far(loop)) for loop in loops]
+        + [("partly cleared", far(_partly_cleared, problem=partly))]
+    )
 
 
 def test_gradients_that_are_not_cleared_add_up() -> None:
@@ -543,3 +599,23 @@ def _nothing_here() -> list[str]:
 
 def test_a_rank_without_any_gradient_takes_part_with_zeros() -> None:
     assert run_ranks(_nothing_here, 2) == [[], []]
+
+
+def test_one_rank_adds_up_and_clears_as_the_plain_optimizer_does() -> None:
+    loops = [
+        _no_step_after_backward,
+        _zero_in_place,
+        _zero_in_place_through_the_module,
+        _zero_through_the_module,
+        _step_twice_on_the_same_gradients,
+        _closure,
+        _clear_some_by_hand,
+        _replace_by_hand,
+        _several_backward_passes,
+        _never_cleared,
+    ]
+    for loop in loops:
+        for kind in (SGD, ADAMW, FOREACH):
+            plain, zero = (make(MLP_PROBLEM.fresh(), kind) for make in (with_plain, with_zero))
+            seen = [[*copies(loop(setup) or []), *setup.params] for setup in (plain, zero)]
+            assert differing(*seen) == [], f"{loop.__name__}, {kind}"

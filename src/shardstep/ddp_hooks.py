@@ -18,16 +18,19 @@ until DDP has settled on them: the first iteration steps like any other.
 # themselves.
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from shardstep.optimizer import ZeroRedundancyOptimizer
-from shardstep.reduce import ShardedGradients, at_end_of_backward
+from shardstep.placeholder import ShardedGrad
+from shardstep.reduce import ShardedGradients, _Round, at_end_of_backward
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 """A DDP communication hook."""
@@ -54,9 +57,10 @@ def hook_with_zero_step(
     zero._gather_ahead_of(ddp.module)
 
     def reduce_then_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        _check_join(ddp, zero)
         future = hook(state, bucket)
         if bucket.is_last():
-            _after_ddp(zero._step_in_backward)
+            _step_after_ddp(zero)
         return future
 
     return reduce_then_step
@@ -71,8 +75,13 @@ def hook_with_zero_step_interleaved(
     """A DDP communication hook that steps each bucket as soon as it is reduced.
 
     The optimizer class has to treat tensors one at a time, as all of `torch.optim` do that can be
-    sharded; one that counts steps in its parameter groups is refused. If `ddp` looks for unused
-    parameters, which of them are is known only at the end, and the step is taken there.
+    sharded; one that counts its steps anywhere else is refused. If `ddp` allows for unused
+    parameters, with `find_unused_parameters` or `static_graph`, which of them are is known only at
+    the end, and the step is taken there; likewise under `Join`.
+
+    A parameter that backward still needs after its own gradient is there, such as one that the
+    model also reads through `detach()`, makes autograd raise that it was modified in place: use
+    `hook_with_zero_step` for such a model.
 
     Args:
         hook: any DDP communication hook, such as `allreduce_hook`.
@@ -83,15 +92,21 @@ def hook_with_zero_step_interleaved(
     Raises:
         ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
     """
-    if ddp.find_unused_parameters:
-        return hook_with_zero_step(hook, ddp, zero, shard_buckets)
     _check(ddp, zero)
+    _check_dense(ddp)
     zero._gather_ahead_of(ddp.module)
     stepper = _BucketStepper(zero)
 
     def reduce_and_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        _check_join(ddp, zero)
         future = hook(state, bucket)
-        stepper.add(bucket, future)
+        # Ranks without data need the gradients of what they own, and which parameters are unused
+        # everywhere is found out last.
+        if ddp._join_config.enable or ddp.find_unused_parameters or ddp.static_graph:
+            if bucket.is_last():
+                _step_after_ddp(zero)
+        else:
+            stepper.add(bucket, future)
         return future
 
     return reduce_and_step
@@ -100,9 +115,9 @@ def hook_with_zero_step_interleaved(
 def register(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
     """Have `ddp` reduce each gradient to its owner alone, and step at the end of backward.
 
-    `param.grad` holds no numbers afterwards, as with `module=`: use `zero.clip_grad_norm_` and
-    `zero.full_grad`. To change gradients before the step is not possible in this way: it has been
-    taken when backward returns.
+    `param.grad` holds no numbers afterwards, as with `module=`: `zero.full_grad` has them. To
+    change gradients before the step, such as to clip them, is not possible in this way: it has been
+    taken when backward returns. Clear them with `zero.zero_grad()` before the next backward.
 
     Args:
         ddp: the DDP module; it must not have a communication hook yet.
@@ -112,16 +127,29 @@ def register(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Non
         ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
     """
     _check(ddp, zero)
+    _check_dense(ddp)
+    if _ranks(zero.process_group) != _ranks(ddp.process_group):
+        raise ValueError(
+            "gradients are reduced within the optimizer's process group alone, so it has to consist"
+            f" of the ranks of the DDP module's, {_ranks(ddp.process_group)}, not of "
+            f"{_ranks(zero.process_group)}"
+        )
     zero._reduce_to_owners(ddp.module, OfferedGradients)
     index_of = _numbers(zero)
 
     def offer(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        _check_join(ddp, zero)
+        if ddp._join_config.enable and not ddp._divide_by_initial_world_size:
+            raise RuntimeError(
+                "gradients that are reduced to their owners are divided by the number of all ranks;"
+                " leave out Join's divide_by_initial_world_size=False"
+            )
         gradients = zero._gradients
         assert isinstance(gradients, OfferedGradients)
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             gradients.offer(index_of[param], grad)
         if bucket.is_last():
-            _after_ddp(zero._step_in_backward)
+            _step_after_ddp(zero)
         return _done(bucket.buffer())
 
     ddp.register_comm_hook(None, offer)
@@ -132,6 +160,12 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
         raise ValueError(
             "this hook steps the optimizer inside backward, so the optimizer has to be constructed "
             "with overlap_with_ddp=True"
+        )
+    if not set(_ranks(zero.process_group)) <= set(_ranks(ddp.process_group)):
+        raise ValueError(
+            f"the optimizer's process group, of ranks {_ranks(zero.process_group)}, reaches beyond "
+            f"the DDP module's, of ranks {_ranks(ddp.process_group)}, so its ranks would step on "
+            "different gradients; construct both with the same process_group"
         )
     names = {param: name for name, param in ddp.module.named_parameters()}
     held = {param for group in zero.param_groups for param in group["params"]}
@@ -147,6 +181,37 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
                 f"parameter {name!r} of the DDP module trains but was not given to the optimizer; "
                 "construct the optimizer with ddp.parameters()"
             )
+        if param.requires_grad and name in ddp.parameters_to_ignore:
+            raise ValueError(
+                f"parameter {name!r} of the DDP module trains but DDP was told to leave it out of "
+                "its buckets, so no hook would see its gradient; freeze it or let DDP have it"
+            )
+
+
+def _check_dense(ddp: DistributedDataParallel) -> None:
+    for name, part in ddp.module.named_modules():
+        if getattr(part, "sparse", False) and isinstance(
+            part, (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        ):
+            raise ValueError(
+                f"module {name!r} makes sparse gradients, which cannot be taken out of DDP's "
+                'buckets; use hook_with_zero_step and layout="whole", or sparse=False'
+            )
+
+
+def _check_join(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+    """Make sure that ranks without data will shadow the step. Called on every rank."""
+    if ddp._join_config.enable and not (
+        zero._join_config.enable and ddp._join_config.is_first_joinable
+    ):
+        raise RuntimeError(
+            "ranks that run out of data have to take part in DDP's reductions first and in the "
+            "optimizer's step then: use Join([ddp, zero])"
+        )
+
+
+def _ranks(group: Any) -> list[int]:
+    return dist.get_process_group_ranks(group)
 
 
 def _numbers(zero: ZeroRedundancyOptimizer) -> dict[torch.Tensor, int]:
@@ -161,17 +226,17 @@ def _done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-def _after_ddp(callback: Callable[[], None]) -> None:
-    """Call back at the end of this backward pass, after DDP has put its results into `param.grad`.
+def _step_after_ddp(zero: ZeroRedundancyOptimizer) -> None:
+    """Step at the end of this backward pass, after DDP has put its results into `param.grad`.
 
     DDP asks for its own call back after its last bucket's hook: so ours asks again, from within.
     A joined rank runs DDP's hooks outside of any backward pass; it steps in its join hook instead.
     """
 
     def then() -> None:
-        at_end_of_backward(callback)
+        at_end_of_backward(zero._step_in_backward)
 
-    at_end_of_backward(then)
+    zero._step_owed = not at_end_of_backward(then)
 
 
 @dataclass(slots=True)
@@ -198,11 +263,6 @@ class _BucketStepper:
 
     def add(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """Take a bucket that is being reduced, and step those that are. Called on every rank."""
-        if self._zero._join_config.enable:
-            # Ranks without data need the gradients of what they own, which are complete at the end.
-            if bucket.is_last():
-                _after_ddp(self._zero._step_in_backward)
-            return
         if bucket.is_last():
             at_end_of_backward(self._finish)
         if len(self._index_of) != len(self._zero._params):
@@ -250,8 +310,10 @@ class OfferedGradients(ShardedGradients):
 
     def offer(self, index: int, grad: torch.Tensor) -> None:
         """Take one parameter's gradient; it has to stay as it is until the end of backward."""
-        # DDP fills in zeros for a parameter that had no part in this pass.
-        if self._params[index].grad is not None:
+        # DDP fills in zeros for a parameter that had no part in this pass, and for all of them on
+        # a rank without data, whose stand-ins are left over.
+        local = self._params[index].grad
+        if local is not None and not isinstance(local, ShardedGrad):
             self._offered[index] = grad
         self._arrived(index)
 
@@ -269,8 +331,34 @@ class OfferedGradients(ShardedGradients):
     def _stand_in(self, index: int) -> None:
         """Not yet: DDP is still going to write to `param.grad`."""
 
+    def _end_with_backward(self, current: _Round) -> None:
+        """Nothing: the step does it, at the end of the pass in which DDP's last bucket came.
+
+        Passes within it, such as those of reentrant activation checkpointing, end earlier.
+        """
+
     def collect(self) -> None:
         """Finish the reductions, and put the stand-ins where DDP has left its own share."""
-        for index in self._trained:
-            self._params[index].grad = self._standing[index]
+        if self._round is not None:
+            for index in self._trained:
+                self._params[index].grad = self._standing[index]
         super().collect()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Not this optimizer's business here."""
+        raise RuntimeError("it is DDP's to say when gradients are only added up: use ddp.no_sync()")
+        yield
+
+    def zero(self, set_to_none: bool) -> None:
+        """Forget the gradients. Called on every rank."""
+        if not set_to_none:
+            self.zero_some(self._trained)
+        super().zero(set_to_none)
+
+    def zero_some(self, params: Sequence[int]) -> None:
+        """Not possible: DDP would take zeros for a gradient to add to."""
+        raise ValueError(
+            "gradients that DDP has reduced to their owners can be cleared, but not set to zero: "
+            "call zero_grad() without set_to_none=False"
+        )

@@ -20,6 +20,7 @@ class Hook:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
+        """Call the hook."""
         self._call(*args)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:

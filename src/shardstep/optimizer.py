@@ -123,7 +123,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # once a DDP module is tied to this.
         self._ahead_of = module if overlap else None
         self._reducer: type[ShardedGradients] | None = ShardedGradients if module else None
-        self._in_backward = False
+        # Whether a step was ever taken inside of backward, and, on a rank without data, whether the
+        # ranks that have some are taking one.
+        self._stepped_in_backward = False
+        self._step_owed = False
         self._shadowing = False
         self._consolidated: StateDict | None = None
 
@@ -361,13 +364,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Returns:
             What the local optimizer's `step` returns.
         """
-        if self._overlap_with_ddp and not (self._in_backward or self._shadowing):
+        if self._overlap_with_ddp:
             self._check_idle_step(closure)
             return None
+        return self._step_now(closure, **kwargs)
+
+    def _step_now(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:
+        """The step itself, without the hooks that users registered for it."""
         if not self._shadowing:
             self._notify()
         self._gather.land()
-        self._follow()
+        self._follow(stepping=True)
         loss = self._local_step(closure, **kwargs)
         self._sync_params()
         return loss
@@ -479,11 +486,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._gradients = self._make_gradients()
 
     def _step_in_backward(self) -> None:
-        self._in_backward = True
-        try:
-            self.step()
-        finally:
-            self._in_backward = False
+        self._stepped_in_backward = True
+        self._step_now()
 
     def _check_idle_step(self, closure: object) -> None:
         if closure is not None:
@@ -496,6 +500,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "with overlap_with_ddp=True the step is taken inside DDP's backward, but no DDP "
                 "module was tied to this optimizer: register hook_with_zero_step(...) with it"
             )
+        if not self._stepped_in_backward and any(param.grad is not None for param in self._params):
+            raise RuntimeError(
+                "with overlap_with_ddp=True the step is taken inside DDP's backward, but none was: "
+                "register the hook with ddp.register_comm_hook(...)"
+            )
 
     def _begin_partial_steps(self) -> None:
         """A step that is taken in parts begins. Called on every rank."""
@@ -505,19 +514,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._missing = [
             {slot.param for slot in bucket.slots} for bucket in self._plan.training_buckets
         ]
+        self._counting = False
 
     def _partial_step(self, grads: Mapping[int, torch.Tensor]) -> None:
         """Step on these gradients alone, and gather what is complete. Called on every rank."""
         for piece, tensor in self._shard:
             if piece.param in grads:
                 tensor.grad = part_of(grads[piece.param], piece, self._params[piece.param])
-        before = describe_options(self.optim.param_groups)
+        before = _counts(self.optim)
         self.optim.step()
-        if describe_options(self.optim.param_groups) != before:
-            raise RuntimeError(
-                f"{type(self.optim).__name__} keeps count in its parameter groups, so it cannot "
-                "step one bucket at a time; use hook_with_zero_step"
-            )
+        self._counting = self._counting or _counts(self.optim) != before
         for _, tensor in self._shard:
             tensor.grad = None
         self._shard.settle()
@@ -526,13 +532,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if missing and not missing.difference(grads):
                 complete.append(number)
             missing.difference_update(grads)
+        # Backward is not over: whoever still needs an old value has to fail, on every rank, and not
+        # find a new one.
+        torch.autograd.graph.increment_version([self._params[index] for index in grads])
         self._gather.launch(complete)
 
     def _end_partial_steps(self) -> None:
         """All parts have been taken. Called on every rank."""
         self._gather.launch([number for number, missing in enumerate(self._missing) if missing])
         self._publish_options()
-        self._bump_versions()
+        if not self._stepped_in_backward:
+            # Where a rank owns nothing, there may be nothing to see.
+            agree(self._comm, "stepping one bucket at a time", self._refuse_to_count)
+        self._stepped_in_backward = True
+        self._refuse_to_count()
+
+    def _refuse_to_count(self) -> tuple[bool, list[str]]:
+        if self._counting:
+            raise RuntimeError(
+                f"{type(self.optim).__name__} counts its steps, so it cannot step one bucket at a "
+                "time; use hook_with_zero_step"
+            )
+        return True, []
 
     # ------------------------------------------------------------------------------ the module
 
@@ -740,11 +761,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _shadow_step(self) -> None:
         """Take the step that ranks with data take. Called on every rank that has none."""
+        if self._overlap_with_ddp and not self._step_owed:
+            return  # they only add up, under DDP's no_sync
+        self._step_owed = False
         if self._reducer is None:
             provide_gradients(self._comm, self._plan, self._params, joined=True)
         self._shadowing = True
         try:
-            self.step()
+            if self._overlap_with_ddp:
+                self._step_in_backward()
+            else:
+                self.step()
         finally:
             self._shadowing = False
 
@@ -856,6 +883,13 @@ class _LocalState(Mapping[torch.Tensor, Any]):
 
     def __len__(self) -> int:
         return len(self._held)
+
+
+def _counts(optim: Optimizer) -> list[str]:
+    """What an optimizer keeps beside the state of its tensors and may count steps in."""
+    numbers = {key: v for key, v in vars(optim).items() if type(v) in (int, float)}
+    loose = {key: v for key, v in optim.state.items() if not isinstance(key, torch.Tensor)}
+    return [*describe_options(optim.param_groups), repr(numbers), repr(loose)]
 
 
 def _choose(layout: str, optimizer_class: Any, world_size: int) -> Layout:

@@ -89,7 +89,8 @@ class ShardedGrad(torch.Tensor):
                 f"{func.overloadpacket.__name__} cannot be done on the gradient of parameter "
                 f"{found.param_name!r}: it lies divided among the ranks. Use "
                 "optimizer.clip_grad_norm_(...) to clip, and, to see it, "
-                f"optimizer.full_grad({found.param_name!r}) on every rank"
+                f"optimizer.full_grad({found.param_name!r}) on every rank; before the next "
+                "backward pass through a DDP module, clear it with zero_grad()"
             )
         return act(grads, *args[1:])
 

@@ -285,11 +285,13 @@ class ShardedGradients:
         self._collected = False
         current = self._round = _Round([len(lane.params) for lane in self._lanes], set())
         if not self._within:
-            # A round that was given up is not this one any more.
-            at_end_of_backward(
-                lambda: self._finish_round(current) if self._round is current else None
-            )
+            self._end_with_backward(current)
         return current
+
+    def _end_with_backward(self, current: _Round) -> None:
+        """See to it that `current` ends with the backward pass that it began in."""
+        # A round that was given up is not this one any more.
+        at_end_of_backward(lambda: self._finish_round(current) if self._round is current else None)
 
     def _held(self) -> bool:
         """Whether the shard has gradients that nobody has cleared."""
