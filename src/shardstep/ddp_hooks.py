@@ -18,7 +18,7 @@ until DDP has settled on them: the first iteration steps like any other.
 # themselves.
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from shardstep.agree import agree
+from shardstep.describe import describe_options
+from shardstep.gradients import part_of
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.placeholder import ShardedGrad
 from shardstep.reduce import ShardedGradients, _Round, at_end_of_backward
@@ -260,6 +264,8 @@ class _BucketStepper:
         self._index_of: dict[torch.Tensor, int] = {}
         self._waiting: deque[_Reduced] = deque()
         self._begun = False
+        self._missing: list[set[int]] = []
+        self._counting = False
 
     def add(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """Take a bucket that is being reduced, and step those that are. Called on every rank."""
@@ -280,8 +286,7 @@ class _BucketStepper:
 
     def _step_next(self) -> None:
         if not self._begun:
-            self._zero._begin_partial_steps()
-            self._begun = True
+            self._begin()
         reduced = self._waiting.popleft()
         value = reduced.future.wait()
         result = value[0] if isinstance(value, Sequence) else value
@@ -291,13 +296,65 @@ class _BucketStepper:
             grads[index] = result.as_strided(
                 spec.shape, spec.stride, result.storage_offset() + offset
             )
-        self._zero._partial_step(grads)
+        self._step(grads)
+
+    def _begin(self) -> None:
+        self._begun = True
+        self._zero._prepare_step()
+        self._missing = [
+            {slot.param for slot in bucket.slots} for bucket in self._zero.plan.training_buckets
+        ]
+        self._counting = False
+
+    def _step(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """Step on these gradients alone, and gather what is complete. Called on every rank."""
+        zero = self._zero
+        for piece, tensor in zero._shard:
+            if piece.param in grads:
+                tensor.grad = part_of(grads[piece.param], piece, zero._params[piece.param])
+        before = _counts(zero.optim)
+        zero.optim.step()
+        self._counting = self._counting or _counts(zero.optim) != before
+        for _, tensor in zero._shard:
+            tensor.grad = None
+        zero._shard.settle()
+        complete = []
+        for number, missing in enumerate(self._missing):
+            if missing and not missing.difference(grads):
+                complete.append(number)
+            missing.difference_update(grads)
+        # Backward is not over: whoever still needs an old value has to fail, on every rank, and not
+        # find a new one.
+        torch.autograd.graph.increment_version([zero._params[index] for index in grads])
+        zero._gather.launch(complete)
 
     def _finish(self) -> None:
         while self._waiting:
             self._step_next()
         self._begun = False
-        self._zero._end_partial_steps()
+        zero = self._zero
+        zero._gather.launch([number for number, missing in enumerate(self._missing) if missing])
+        zero._local.publish_options()
+        if not zero._stepped_in_backward:
+            # Where a rank owns nothing, there may be nothing to see.
+            agree(zero._comm, "stepping one bucket at a time", self._refuse_to_count)
+        zero._stepped_in_backward = True
+        self._refuse_to_count()
+
+    def _refuse_to_count(self) -> tuple[bool, list[str]]:
+        if self._counting:
+            raise RuntimeError(
+                f"{type(self._zero.optim).__name__} counts its steps, so it cannot step one bucket "
+                "at a time; use hook_with_zero_step"
+            )
+        return True, []
+
+
+def _counts(optim: Optimizer) -> list[str]:
+    """What an optimizer keeps beside the state of its tensors and may count steps in."""
+    numbers = {key: v for key, v in vars(optim).items() if type(v) in (int, float)}
+    loose = {key: v for key, v in optim.state.items() if not isinstance(key, torch.Tensor)}
+    return [*describe_options(optim.param_groups), repr(numbers), repr(loose)]
 
 
 class OfferedGradients(ShardedGradients):

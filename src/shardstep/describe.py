@@ -43,6 +43,43 @@ def as_list(params: Any) -> list[Any]:
     return given
 
 
+class Given:
+    """The parameters as they were given, read once; what is wrong with them is raised later.
+
+    A rank must not raise before it has met the others: they would wait for it.
+    """
+
+    def __init__(self, params: Any) -> None:
+        self._items: list[Any] = []
+        self._error: Exception | None = None
+        try:
+            self._items = as_list(params)
+        except (TypeError, ValueError) as error:
+            self._error = error
+
+    def items(self) -> list[Any]:
+        """What was given.
+
+        Raises:
+            TypeError, ValueError: if it was not parameters; see `as_list`.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._items
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those parameters that were given as such, and not in groups that can be read once."""
+        found: list[torch.Tensor] = []
+        for item in self._items:
+            inner = item.get("params") if isinstance(item, dict) else [item]
+            for each in inner if isinstance(inner, (list, tuple)) else [inner]:
+                tensor = each[1] if isinstance(each, tuple) and len(each) == 2 else each
+                if isinstance(tensor, torch.Tensor):
+                    found.append(tensor)
+        return found
+
+
 def _kind(item: object) -> str:
     return type(item).__name__
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
@@ -28,6 +29,29 @@ class _ZeROJoinHook(JoinHook):
     def main_hook(self) -> None:
         """Take part. Called on every joined rank."""
         self._shadow()
+
+
+def announced(comm: Comm, own: list[Any] | None) -> tuple[list[Any], int]:
+    """What the ranks that have data are about to do. Called on every rank.
+
+    Args:
+        comm: the ranks.
+        own: what this rank is about to do; None if it has no data.
+
+    Returns:
+        What they are about to do, and the first of them.
+
+    Raises:
+        RuntimeError: on every rank, if they are not about to do the same.
+    """
+    texts = [text.decode() for text in comm.all_gather_bytes(json.dumps(own).encode())]
+    said = [json.loads(text) for text in texts]
+    active = [rank for rank, what in enumerate(said) if what is not None]
+    if any(said[rank] != said[active[0]] for rank in active):
+        raise RuntimeError(
+            f"rank {comm.group_rank}: ranks are about to do different things: {texts}"
+        )
+    return said[active[0]], active[0]
 
 
 def provide_gradients(

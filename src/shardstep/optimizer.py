@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -23,19 +21,19 @@ from shardstep.checkpoint.exchange import move_state
 from shardstep.checkpoint.plain import load_share, pack_groups
 from shardstep.checkpoint.tree import Leaf
 from shardstep.comm import Comm, connect
-from shardstep.describe import as_list, describe, describe_options, is_trainable, parameters
+from shardstep.describe import Given, describe, describe_options, is_trainable, parameters
 from shardstep.gather import Gather, GatherAhead, GatherNow
-from shardstep.gradients import FullGradients, Gradients, part_of
-from shardstep.join import _ZeROJoinHook, provide_gradients
-from shardstep.plan import Interval, Layout, ShardPlan, share
-from shardstep.probe import layout_for
+from shardstep.gradients import FullGradients, Gradients
+from shardstep.join import _ZeROJoinHook, announced, provide_gradients
+from shardstep.local import LocalOptimizer, LocalState
+from shardstep.plan import Interval, ShardPlan, share
+from shardstep.probe import choose_layout
 from shardstep.reduce import ShardedGradients
 from shardstep.shard import Shard
 
 logger = logging.getLogger(__name__)
 
 StateDict = dict[str, Any]
-_PER_PARAMETER = {"params", "param_names"}
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -106,7 +104,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         self.initialized = False
-        given = _Given(params)
+        given = Given(params)
         self._comm: Comm = connect(process_group, given.tensors)
         self.process_group = self._comm.group
         self.world_size = self._comm.world_size
@@ -136,17 +134,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             # The local optimizer knows the class's defaults, in the class's order; they are taken
             # over from it below.
             Optimizer.__init__(self, given.items(), {})
-            self._layout = _choose(layout, optimizer_class, self.world_size)
+            self._layout = choose_layout(layout, optimizer_class, self.world_size)
             if module is not None:
                 check_membership(module, parameters(self.param_groups))
             plan, lines = self._plan_now()
             self._shard = self._shard_of(plan)
-            self.optim = optimizer_class(self._local_groups(self._shard), **defaults)
-            if not isinstance(self.optim, Optimizer):
-                raise ValueError(
-                    f"optimizer_class has to make a torch.optim.Optimizer, but it made a "
-                    f"{type(self.optim).__name__}"
-                )
+            self._local = LocalOptimizer(
+                self.param_groups,
+                self._shard,
+                lambda groups: optimizer_class(groups, **defaults),
+            )
+            self.optim = self._local.optim
             head = [f"optimizer class {type(self.optim).__qualname__}"]
             if module is not None:
                 lines += describe_buffers(module)
@@ -168,7 +166,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Schedulers look in `defaults` for what the optimizer knows, such as "betas".
         self.defaults = self.optim.defaults
         self._adopt(plan, self._shard)
-        self._publish_options()
+        self._local.publish_options()
         self.initialized = True
 
     # ---------------------------------------------------------------- the plan and its changes
@@ -187,22 +185,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _shard_of(self, plan: ShardPlan) -> Shard:
         return Shard(plan, parameters(self.param_groups), self.rank, self._apart)
-
-    def _local_groups(self, shard: Shard) -> list[dict[str, Any]]:
-        """The pieces of `shard` in the groups of their parameters, with those groups' options.
-
-        A group of which this rank owns nothing stays, empty: groups are matched by position.
-        """
-        local = []
-        start = 0
-        for group in self.param_groups:
-            held = shard.in_group(range(start, start + len(group["params"])))
-            mine = {**group, "params": [tensor for _, tensor in held]}
-            if "param_names" in group:
-                mine["param_names"] = [group["param_names"][index - start] for index, _ in held]
-            local.append(mine)
-            start += len(group["params"])
-        return local
 
     def _adopt(self, plan: ShardPlan, shard: Shard) -> None:
         """Make `plan` the one in force."""
@@ -299,7 +281,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             plan.specs,
             held=[before.intervals(rank) for rank in range(self.world_size)],
             wanted=[plan.intervals(rank) for rank in range(self.world_size)],
-            states=self._states(),
+            states=self._local.states(),
             device=lambda index, leaf: torch.device("cpu") if leaf.on_cpu else params[index].device,
         )
         now_frozen = (
@@ -310,17 +292,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._home.detach(now_frozen)
         shard = self._shard_of(plan)
         self._adopt(plan, shard)
-        kept = {key: v for key, v in self.optim.state.items() if not isinstance(key, torch.Tensor)}
-        self.optim.state = defaultdict(dict, kept)
-        for piece, tensor in shard:
-            if piece.param in states:
-                self.optim.state[tensor] = states[piece.param]
-        for number, group in enumerate(self._local_groups(shard)):
-            if number < len(self.optim.param_groups):
-                for key in _PER_PARAMETER & group.keys():
-                    self.optim.param_groups[number][key] = group[key]
-            else:
-                self.optim.add_param_group(group)
+        self._local.adopt(shard, states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as for any optimizer, and place them.
@@ -345,8 +317,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         except Exception:
             self.param_groups[:] = groups
             raise
-        self._push_options()
-        self._publish_options()
 
     # ------------------------------------------------------------------------------- the step
 
@@ -373,11 +343,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """The step itself, without the hooks that users registered for it."""
         if not self._shadowing:
             self._notify()
-        self._gather.land()
-        self._follow(stepping=True)
+        self._prepare_step()
         loss = self._local_step(closure, **kwargs)
         self._sync_params()
         return loss
+
+    def _prepare_step(self) -> None:
+        """Have parameters, plan and options as they are to be stepped on. Called on every rank."""
+        self._gather.land()
+        self._follow(stepping=True)
+        self._local.push_options()
 
     def _notify(self) -> None:
         """Under `Join`, let ranks without data take part in the step. Called on every rank."""
@@ -394,7 +369,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self, closure: Callable[[], float] | None = None, **kwargs: Any
     ) -> float | None:
         """Update this rank's pieces, and nothing else."""
-        self._push_options()
         self._gradients.collect()
         if closure is not None:
             given = closure
@@ -409,7 +383,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._gradients.release()
         if self._shard.settle():
             self._settle_in()
-        self._publish_options()
+        self._local.publish_options()
         return loss
 
     def _sync_params(self) -> None:
@@ -506,55 +480,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "register the hook with ddp.register_comm_hook(...)"
             )
 
-    def _begin_partial_steps(self) -> None:
-        """A step that is taken in parts begins. Called on every rank."""
-        self._gather.land()
-        self._follow()
-        self._push_options()
-        self._missing = [
-            {slot.param for slot in bucket.slots} for bucket in self._plan.training_buckets
-        ]
-        self._counting = False
-
-    def _partial_step(self, grads: Mapping[int, torch.Tensor]) -> None:
-        """Step on these gradients alone, and gather what is complete. Called on every rank."""
-        for piece, tensor in self._shard:
-            if piece.param in grads:
-                tensor.grad = part_of(grads[piece.param], piece, self._params[piece.param])
-        before = _counts(self.optim)
-        self.optim.step()
-        self._counting = self._counting or _counts(self.optim) != before
-        for _, tensor in self._shard:
-            tensor.grad = None
-        self._shard.settle()
-        complete = []
-        for number, missing in enumerate(self._missing):
-            if missing and not missing.difference(grads):
-                complete.append(number)
-            missing.difference_update(grads)
-        # Backward is not over: whoever still needs an old value has to fail, on every rank, and not
-        # find a new one.
-        torch.autograd.graph.increment_version([self._params[index] for index in grads])
-        self._gather.launch(complete)
-
-    def _end_partial_steps(self) -> None:
-        """All parts have been taken. Called on every rank."""
-        self._gather.launch([number for number, missing in enumerate(self._missing) if missing])
-        self._publish_options()
-        if not self._stepped_in_backward:
-            # Where a rank owns nothing, there may be nothing to see.
-            agree(self._comm, "stepping one bucket at a time", self._refuse_to_count)
-        self._stepped_in_backward = True
-        self._refuse_to_count()
-
-    def _refuse_to_count(self) -> tuple[bool, list[str]]:
-        if self._counting:
-            raise RuntimeError(
-                f"{type(self.optim).__name__} counts its steps, so it cannot step one bucket at a "
-                "time; use hook_with_zero_step"
-            )
-        return True, []
-
     # ------------------------------------------------------------------------------ the module
 
     def _before_forward(self) -> bool:
@@ -595,7 +520,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._plan.specs,
             held=[self._plan.intervals(rank) for rank in range(self.world_size)],
             wanted=[everything] * self.world_size,
-            states={i: state for i, state in self._states().items() if i == index},
+            states={i: state for i, state in self._local.states().items() if i == index},
             device=self._beside,
         )
         return dict(states.get(index, {}))
@@ -623,27 +548,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._tie is not None:
             self._tie.detach()
 
-    def _push_options(self) -> None:
-        """Let what schedulers and users wrote to `param_groups` reach the local optimizer."""
-        for exposed, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-            for key, value in exposed.items():
-                if key not in _PER_PARAMETER:
-                    local[key] = value
-
-    def _publish_options(self) -> None:
-        """Let what the local optimizer keeps in its groups be seen, in the order it keeps it."""
-        for exposed, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-            own = {key: exposed[key] for key in _PER_PARAMETER & exposed.keys()}
-            merged = {key: own.get(key, value) for key, value in local.items()}
-            exposed.clear()
-            exposed.update(merged)
-
     # ------------------------------------------------------------------------------ the state
 
     @property  # type: ignore[override]
-    def state(self) -> _LocalState:
+    def state(self) -> LocalState:
         """This rank's part of the state, by parameter; a view that can be read and cleared."""
-        return _LocalState(self._params, self._shard, self.optim)
+        return LocalState(self._params, self._local)
 
     @state.setter
     def state(self, value: Mapping[torch.Tensor, Any]) -> None:
@@ -652,14 +562,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if value:
                 raise TypeError("the state is divided among ranks; set it with load_state_dict()")
             self.state.clear()
-
-    def _states(self) -> dict[int, Any]:
-        """This rank's part of the state, by number of the parameter."""
-        return {
-            piece.param: self.optim.state[tensor]
-            for piece, tensor in self._shard
-            if tensor in self.optim.state
-        }
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Put the whole state together on one rank, in its CPU memory.
@@ -683,16 +585,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             specs,
             held=[self._plan.intervals(rank) for rank in range(self.world_size)],
             wanted=[everything if rank == to else {} for rank in range(self.world_size)],
-            states=self._states(),
+            states=self._local.states(),
             device=lambda index, leaf: torch.device("cpu"),
         )
-        loose = {key: v for key, v in self.optim.state.items() if not isinstance(key, torch.Tensor)}
         self._consolidated = None
         if self.rank == to:
-            self._push_options()
-            self._publish_options()
+            self._local.push_options()
+            self._local.publish_options()
             self._consolidated = {
-                "state": {**dict(sorted(states.items())), **loose},
+                "state": {**dict(sorted(states.items())), **self._local.loose_state()},
                 "param_groups": pack_groups(self.param_groups),
             }
 
@@ -745,7 +646,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             group_rank=self.rank,
             local=self.optim,
         )
-        self._publish_options()
+        self._local.publish_options()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -785,24 +686,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "what the other ranks have to shadow"
             )
         Join.notify_join_context(self)
-        self._hear(json.dumps([kind, arguments()]))
-
-    def _hear(self, own: str) -> tuple[str, list[Any]]:
-        """What the ranks that have data say they are about to do. Called on every rank."""
-        said = [text.decode() for text in self._comm.all_gather_bytes(own.encode())]
-        active = [rank for rank, text in enumerate(said) if text]
-        if len({said[rank] for rank in active}) > 1:
-            raise RuntimeError(f"rank {self.rank}: ranks are about to do different things: {said}")
         assert self._tie is not None
-        # Buffers follow a rank that still has data to update them with.
-        self._tie.source = active[0]
-        kind, arguments = json.loads(said[active[0]])
-        return kind, arguments
+        _, self._tie.source = announced(self._comm, [kind, arguments()])
 
     def _shadow(self) -> None:
         """Do what the ranks that have data are doing. Called on every rank that has none."""
         assert isinstance(self._gradients, ShardedGradients)
-        kind, arguments = self._hear("")
+        assert self._tie is not None
+        # Buffers follow a rank that still has data to update them with.
+        (kind, arguments), self._tie.source = announced(self._comm, None)
         acts: dict[str, Callable[..., object]] = {
             "round": self._gradients.shadow_round,
             "clip": self._gradients.shadow_clip,
@@ -825,77 +717,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_process_group(self) -> Any:
         """The process group."""
         return self.process_group
-
-
-class _Given:
-    """The parameters as they were given, read once; what is wrong with them is raised later.
-
-    A rank must not raise before it has met the others: they would wait for it.
-    """
-
-    def __init__(self, params: Any) -> None:
-        self._items: list[Any] = []
-        self._error: Exception | None = None
-        try:
-            self._items = as_list(params)
-        except (TypeError, ValueError) as error:
-            self._error = error
-
-    def items(self) -> list[Any]:
-        if self._error is not None:
-            raise self._error
-        return self._items
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Those parameters that were given as such, and not in groups that can be read once."""
-        found: list[torch.Tensor] = []
-        for item in self._items:
-            inner = item.get("params") if isinstance(item, dict) else [item]
-            for each in inner if isinstance(inner, (list, tuple)) else [inner]:
-                tensor = each[1] if isinstance(each, tuple) and len(each) == 2 else each
-                if isinstance(tensor, torch.Tensor):
-                    found.append(tensor)
-        return found
-
-
-class _LocalState(Mapping[torch.Tensor, Any]):
-    """The state that this rank keeps, under the parameters that the user knows."""
-
-    def __init__(self, params: list[torch.Tensor], shard: Shard, optim: Optimizer) -> None:
-        self._optim = optim
-        self._held = {
-            params[piece.param]: optim.state[tensor]
-            for piece, tensor in shard
-            if tensor in optim.state
-        }
-
-    def __getitem__(self, param: torch.Tensor) -> Any:
-        return self._held.get(param, {})
-
-    def clear(self) -> None:
-        """Forget this rank's part of the state."""
-        self._held.clear()
-        self._optim.state.clear()
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-
-def _counts(optim: Optimizer) -> list[str]:
-    """What an optimizer keeps beside the state of its tensors and may count steps in."""
-    numbers = {key: v for key, v in vars(optim).items() if type(v) in (int, float)}
-    loose = {key: v for key, v in optim.state.items() if not isinstance(key, torch.Tensor)}
-    return [*describe_options(optim.param_groups), repr(numbers), repr(loose)]
-
-
-def _choose(layout: str, optimizer_class: Any, world_size: int) -> Layout:
-    needed = layout_for(optimizer_class, world_size)
-    if layout == "auto":
-        return needed
-    if layout not in ("sliced", "whole"):
-        raise ValueError(f"layout has to be 'auto', 'sliced' or 'whole', not {layout!r}")
-    return layout  # type: ignore[return-value]

@@ -44,3 +44,17 @@ def layout_for(optimizer_class: Any, world_size: int) -> Layout:
             "cannot be divided among ranks; use it unsharded on every rank"
         )
     return "sliced" if optimizer_class in ELEMENT_WISE else "whole"
+
+
+def choose_layout(layout: str, optimizer_class: Any, world_size: int) -> Layout:
+    """The layout that was asked for, or the one that the class needs.
+
+    Raises:
+        ValueError: if it is none, or the class cannot be sharded.
+    """
+    needed = layout_for(optimizer_class, world_size)
+    if layout == "auto":
+        return needed
+    if layout not in ("sliced", "whole"):
+        raise ValueError(f"layout has to be 'auto', 'sliced' or 'whole', not {layout!r}")
+    return layout  # type: ignore[return-value]
