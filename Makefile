@@ -20,7 +20,7 @@ demo: $(READY)  ## train a small GPT twice, with DDP and sharded, and compare
 
 test: $(READY)  ## run the tests, with coverage of every rank
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -m "not slow" tests
+	$(BIN)/python -m coverage run -m pytest -n 2 -m "not slow" tests
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --fail-under=95
 

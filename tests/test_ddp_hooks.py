@@ -21,6 +21,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
@@ -1068,3 +1069,24 @@ def sparse_gradients() -> list[str]:
 
 def test_sparse_gradients_step_at_the_end_or_are_refused() -> None:
     assert run_ranks(sparse_gradients, 2) == FINE
+
+
+def _too_late() -> list[str]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(ddp(torch.ones(1, 4)).sum()).backward()
+    said = []
+    for call in (lambda: zero.clip_grad_norm_(1.0), lambda: scaler.step(zero)):
+        with pytest.raises(RuntimeError, match="comes too late") as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+def test_what_would_change_gradients_after_the_step_was_taken_raises() -> None:
+    for said in run_ranks(_too_late, 2):
+        assert "clip_grad_norm_()" in said[0]
+        assert "GradScaler" in said[1]

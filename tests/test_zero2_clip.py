@@ -347,3 +347,33 @@ def _unscale_twice() -> None:
 
 def test_unscaling_twice_raises_on_every_rank() -> None:
     raises_on_every_rank(_unscale_twice, 2, RuntimeError, match="already been called")
+
+
+def _held_back() -> tuple[list[float], list[Tensor]]:
+    """Only backward passes under `no_sync`, an infinity on one rank, then a scaler's step."""
+    torch.manual_seed(0)
+    model = nn.Linear(96, 16)
+    opt = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, module=model, lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0)
+    scales = []
+    for step in range(4):
+        with opt.no_sync():
+            for _ in range(2):
+                factor = float("inf") if step == 1 and rank() == 1 else 1.0
+                loss = model(torch.ones(2, 96)).sum() * factor
+                scaler.scale(loss).backward()
+        assert all(type(p.grad).__name__ == "ShardedGrad" for p in model.parameters())
+        if step == 2:
+            with pytest.raises(RuntimeError, match="clip_grad_norm_"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, copies(model.parameters())
+
+
+def test_gradients_that_no_sync_held_back_are_not_taken_for_everybodys() -> None:
+    (scales, params), (others, theirs) = run_ranks(_held_back, 2)
+    assert scales == others == [2.0, 1.0, 1.0, 1.0]
+    assert not differing(params, theirs)

@@ -430,7 +430,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Returns:
             The norm before clipping, the same on every rank.
+
+        Raises:
+            RuntimeError: with `overlap_with_ddp=True`, where the step was taken before this call.
         """
+        self._refuse_if_stepped("clip_grad_norm_()")
         return self._gradients.clip_norm(
             float(max_norm), float(norm_type), error_if_nonfinite, foreach
         )
@@ -462,6 +466,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _step_in_backward(self) -> None:
         self._stepped_in_backward = True
         self._step_now()
+
+    def _refuse_if_stepped(self, what: str) -> None:
+        if self._overlap_with_ddp:
+            raise RuntimeError(
+                f"{what} comes too late with overlap_with_ddp=True: the step was taken inside "
+                "backward, on the gradients as they were; use module= instead"
+            )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by `GradScaler.step`: this optimizer does not unscale gradients itself."""
+        self._refuse_if_stepped("GradScaler")
+        return False
 
     def _check_idle_step(self, closure: object) -> None:
         if closure is not None:

@@ -130,6 +130,8 @@ class ShardedGradients:
         self._within = False
         self._paused = False
         self._unsent = False
+        # Stand-ins for which the shard has nothing yet: what they stand for is with them.
+        self._aside: set[int] = set()
         self._rounds = 0
         # Which parameters have a gradient: known here, and as told by the others.
         self._used_here: set[int] = set()
@@ -295,7 +297,7 @@ class ShardedGradients:
 
     def _held(self) -> bool:
         """Whether the shard has gradients that nobody has cleared."""
-        return any(isinstance(self._params[i].grad, ShardedGrad) for i in self._trained)
+        return bool(self._kept(self._trained))
 
     def _launch_complete(self, current: _Round) -> None:
         while current.launched < len(self._lanes) and not current.missing[current.launched]:
@@ -348,12 +350,17 @@ class ShardedGradients:
 
     def _kept(self, params: Sequence[int]) -> set[int]:
         """Those whose gradient nobody has cleared since the last round: it is added to."""
-        return {i for i in params if isinstance(self._params[i].grad, ShardedGrad)}
+        return {
+            index
+            for index in params
+            if index not in self._aside and isinstance(self._params[index].grad, ShardedGrad)
+        }
 
     def _take(self, index: int) -> torch.Tensor | None:
         """What this rank has to add to the gradient of a parameter."""
         grad = self._params[index].grad
         if isinstance(grad, ShardedGrad):
+            self._aside.discard(index)
             return grad.take_incoming()
         self._start_over(index)
         return grad
@@ -363,6 +370,7 @@ class ShardedGradients:
         self._used_here.discard(index)
         self._cleared_at[index] = len(self._used_elsewhere)
         self._standing[index].take_incoming()
+        self._aside.discard(index)
 
     def _stand_in(self, index: int) -> None:
         self._params[index].grad = self._standing[index]
@@ -423,6 +431,22 @@ class ShardedGradients:
             yield
         finally:
             self._paused = before
+            if not before:
+                self._set_aside()
+
+    def _set_aside(self) -> None:
+        """Put stand-ins in place of what was held back.
+
+        These are this rank's gradients alone: torch's own clipping or a GradScaler, which read
+        `param.grad`, would take them for everybody's. On every rank alike, whatever it found.
+        """
+        for index in self._trained:
+            grad = self._params[index].grad
+            if not isinstance(grad, ShardedGrad):
+                self._start_over(index)
+                self._standing[index].incoming = grad
+                self._params[index].grad = self._standing[index]
+                self._aside.add(index)
 
     def collect(self) -> None:
         """Finish the reductions and give each piece its gradient. Called on every rank.
@@ -502,6 +526,7 @@ class ShardedGradients:
                 self._standing[index].take_incoming()
             for _, tensor in self._shard:
                 tensor.grad = None
+            self._aside.clear()
             self._forget()
 
     def _forget(self) -> None:
