@@ -21,7 +21,7 @@ from problems import (
     set_gradients,
     train,
 )
-from ranks import run_ranks
+from ranks import raises_on_every_rank, run_ranks
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.demo.gpt import GPT, GPT_17M, GPTConfig
 from shardstep.plan import share
@@ -290,3 +290,58 @@ def test_whole_parameters_cost_no_more_bytes_in_all() -> None:
     for step in range(2):
         nbytes = sum(steps[step][2] for steps in ranks)
         assert nbytes <= 1.02 * 3 * ranks[0][step][3]
+
+
+def _train_linear(group: Any) -> list[torch.Tensor]:
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Linear(96, 40)
+    opt = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, process_group=group, module=model, lr=0.1
+    )
+    for step in range(4):
+        torch.manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(4, 96)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def _beside_a_group_of_some() -> list[torch.Tensor]:
+    dist.new_group([0, 1])  # only some ranks belong to it
+    return _train_linear(None)
+
+
+def test_groups_that_only_some_ranks_are_in_do_not_hold_up_construction() -> None:
+    results = run_ranks(_beside_a_group_of_some, 3)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def _uneven_subgroup() -> None:
+    dist.new_group([0, 2])
+    group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        _train_linear(group)
+    else:
+        raise RuntimeError("belong to different numbers of process groups: not asked")
+
+
+def test_a_subgroup_of_ranks_in_different_numbers_of_groups_is_refused_on_every_rank() -> None:
+    raises_on_every_rank(
+        _uneven_subgroup, 3, RuntimeError, match="different numbers of process groups"
+    )
+
+
+def _reversed() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    group = dist.new_group([1, 0], sort_ranks=False)
+    assert dist.get_rank(group) == 1 - dist.get_rank()
+    return _train_linear(None), _train_linear(group)
+
+
+def test_a_group_in_another_order_than_the_global_ranks_gives_the_same_numbers() -> None:
+    torch.manual_seed(0)
+    (_, one), (_, other) = run_ranks(_reversed, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    # Group rank 0 is global rank 1, whose initial values count.
+    model = torch.nn.Linear(96, 40)
+    assert one[0].shape == model.weight.shape

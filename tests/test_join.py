@@ -279,3 +279,44 @@ def _checkpoint_after_joining() -> list[int]:
 
 def test_the_state_of_joined_ranks_is_current() -> None:
     assert run_ranks(_checkpoint_after_joining, 2) == [[5], []]
+
+
+def _scheduled(with_module: bool) -> list[torch.Tensor]:
+    """A rank without data runs no scheduler; its share follows the others' learning rate."""
+    model = _model()
+    if with_module:
+        opt = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, module=model, **OPTIONS)
+        run: nn.Module = model
+        joinables: list[Joinable] = [opt]
+    else:
+        run = DistributedDataParallel(model)
+        opt = ZeroRedundancyOptimizer(run.parameters(), optim.SGD, **OPTIONS)
+        joinables = [run, opt]
+    scheduler = optim.lr_scheduler.ExponentialLR(opt, gamma=0.5)
+    with Join(joinables):
+        for x in _data(_inputs()):
+            opt.zero_grad()
+            run(x).square().mean().backward()
+            opt.step()
+            scheduler.step()
+    return copies(model.parameters())
+
+
+def _scheduled_unsharded() -> list[torch.Tensor]:
+    run = DistributedDataParallel(_model())
+    opt = optim.SGD(run.parameters(), **OPTIONS)
+    scheduler = optim.lr_scheduler.ExponentialLR(opt, gamma=0.5)
+    with Join([run]):
+        for x in _data(_inputs()):
+            opt.zero_grad()
+            run(x).square().mean().backward()
+            opt.step()
+            scheduler.step()
+    return copies(run.parameters())
+
+
+@pytest.mark.parametrize("with_module", [False, True])
+def test_a_rank_without_data_follows_the_others_learning_rate(with_module: bool) -> None:
+    expected = run_ranks(_scheduled_unsharded, 2)[1]
+    for got in run_ranks(_scheduled, 2, with_module):
+        assert not differing(expected, got)

@@ -567,3 +567,61 @@ def test_backward_through_a_graph_from_before_the_step_fails_on_every_rank() -> 
 
 def test_backward_works_where_the_step_changed_nothing() -> None:
     assert run_ranks(_stale_graphs, 2, False) == [[], []]
+
+
+class _Twice(optim.SGD):
+    """Evaluates its closure twice, as sharpness-aware optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
+def _evaluates_twice() -> None:
+    params = make_params(frozen=())
+    opt = ZeroRedundancyOptimizer(params, _Twice, lr=0.1)
+
+    def closure() -> float:
+        set_gradients(params, 0, missing=False)
+        return 0.0
+
+    opt.step(closure)
+
+
+def test_a_closure_that_is_evaluated_twice_is_refused_on_every_rank() -> None:
+    run_ranks(_evaluates_twice, 1)
+    raises_on_every_rank(_evaluates_twice, 2, RuntimeError, match="more than once")
+
+
+def _look_at_state() -> list[str]:
+    failures = []
+    params = make_params(frozen=())
+    opt = ZeroRedundancyOptimizer(params, optim.Adam, layout="whole", lr=0.1)
+    if len(opt.state) or params[0] in opt.state:
+        failures.append("there is state before the first step")
+    set_gradients(params, 0, missing=False)
+    opt.step()
+    owned = [param for param in params if param in opt.state]
+    if set(owned) != set(opt.state) or len(opt.state) != len(owned):
+        failures.append("iteration and membership disagree")
+    for param in params:
+        entry = opt.state[param]
+        if bool(entry) != (param in opt.state) or opt.state.get(param, "none") == {}:
+            failures.append("what a rank does not own is not empty")
+        if param in opt.state and entry["exp_avg"].shape != param.shape:
+            failures.append("state is not the parameter's")
+    try:
+        opt.state = {params[0]: {}}
+    except TypeError:
+        pass
+    else:
+        failures.append("state could be assigned")
+    opt.state = {}
+    if len(opt.state) or len(opt.optim.state):
+        failures.append("state was not cleared")
+    return failures
+
+
+def test_the_state_of_a_rank_is_seen_under_the_users_parameters() -> None:
+    assert run_ranks(_look_at_state, 2) == [[], []]

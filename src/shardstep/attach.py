@@ -52,19 +52,32 @@ def describe_buffers(module: torch.nn.Module) -> list[str]:
     ]
 
 
+PACK_NBYTES = 4 * 2**20
+"""Tensors are sent together up to this size: a model may have hundreds of small buffers."""
+
+
 def broadcast(comm: Comm, tensors: Iterable[torch.Tensor], source: int) -> None:
     """Give every rank the values that `source` has. Called on every rank, in the same order."""
-    pendings = []
+    packs: list[list[torch.Tensor]] = []
+    open_packs: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         if comm.world_size == 1 or tensor.numel() == 0:
             continue
-        wire = flat(tensor) if is_dense(tensor) else tensor.detach().reshape(-1).clone()
+        pack = open_packs.get((tensor.dtype, tensor.device))
+        if pack is None or sum(each.nbytes for each in pack) + tensor.nbytes > PACK_NBYTES:
+            pack = open_packs[tensor.dtype, tensor.device] = []
+            packs.append(pack)
+        pack.append(tensor.detach())
+    for pack in packs:
+        # One tensor that fills its memory needs no packing; parameters may be large.
+        alone = len(pack) == 1 and is_dense(pack[0])
+        wire = flat(pack[0]) if alone else torch.cat([tensor.reshape(-1) for tensor in pack])
         cuts = [0] * (source + 1) + [wire.numel()] * (comm.world_size - source)
-        pendings.append((comm.all_gather(wire, cuts), wire, tensor))
-    for pending, wire, tensor in pendings:
-        pending.wait()
-        if not is_dense(tensor):
-            tensor.detach().copy_(wire.view(tensor.shape))
+        comm.all_gather(wire, cuts).wait()
+        if not alone and comm.group_rank != source:
+            parts = wire.split([tensor.numel() for tensor in pack])  # type: ignore[no-untyped-call]
+            for tensor, part in zip(pack, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
 
 class ModuleTie:
@@ -77,6 +90,7 @@ class ModuleTie:
         before_forward: called before a forward pass that may be trained on; says whether the
             backward pass through it will be synchronised.
         expect_backward: called within the backward pass through the module's outputs.
+        announce: called before buffers are synchronised in a forward pass.
     """
 
     def __init__(
@@ -86,12 +100,14 @@ class ModuleTie:
         broadcast_buffers: bool,
         before_forward: Callable[[], bool],
         expect_backward: Callable[[], None],
+        announce: Callable[[], None],
     ) -> None:
         self._module = module
         self._comm = comm
         self._broadcast_buffers = broadcast_buffers
         self._before_forward = before_forward
         self._expect_backward = expect_backward
+        self._announce = announce
         self._apart = False
         self.source = 0
         self._handles = [
@@ -121,7 +137,8 @@ class ModuleTie:
         synchronised = self._before_forward()
         # Not in a forward pass that activation checkpointing runs again inside backward.
         if torch._C._current_graph_task_id() == -1:
-            if self._apart:
+            if self._apart and self._broadcast_buffers:
+                self._announce()
                 self.sync_buffers()
             # Like DDP, not behind a forward pass under no_sync: it is to communicate nothing.
             self._apart = synchronised

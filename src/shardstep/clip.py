@@ -22,6 +22,7 @@ def clip_norm(
     comm: Comm,
     tensors: Sequence[torch.Tensor],
     device: torch.device,
+    dtype: torch.dtype,
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
@@ -32,18 +33,18 @@ def clip_norm(
     Called on every rank, whether or not it has any.
 
     Returns:
-        The norm, the same on every rank, on `device`.
+        The norm, the same on every rank, on `device` and of `dtype`.
 
     Raises:
         RuntimeError: if asked to and the norm is not finite; then on every rank, and before
             anything is scaled.
     """
     with_grad = [tensor for tensor in tensors if tensor.grad is not None]
-    own = torch.zeros((), device=device)
+    own = torch.zeros((), dtype=dtype, device=device)
     if with_grad:
         grads = [tensor.grad for tensor in with_grad]
         own = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)  # type: ignore[arg-type]
-    everyone = gather_scalar(comm, own.to(device=device, dtype=torch.float32))
+    everyone = gather_scalar(comm, own.to(device=device, dtype=dtype))
     norm: torch.Tensor = torch.linalg.vector_norm(everyone, norm_type)
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(

@@ -174,20 +174,20 @@ class _Works:
     def __init__(self, operation: str, works: Sequence[Any]) -> None:
         self._operation = operation
         self._works = works
-        self._error: RuntimeError | None = None
+        self._error: BaseException | None = None
 
     def wait(self) -> None:
         """Wait for each, naming the operation when the backend gives up."""
         if self._error is not None:
-            # What failed has not arrived the second time it is asked for either.
-            raise self._error
+            # What failed, or was interrupted, has not arrived the second time it is asked for.
+            raise RuntimeError(f"shardstep: {self._operation} failed before") from self._error
         # Gloo waits in vain for a message that was waited for before.
         works, self._works = self._works, ()
         try:
             with _naming(self._operation):
                 for work in works:
                     work.wait()
-        except RuntimeError as error:
+        except BaseException as error:
             self._error = error
             raise
 
@@ -202,9 +202,9 @@ class _Then:
     def wait(self) -> None:
         """Wait, then do the rest, once."""
         self._pending.wait()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
 
 
 class GroupComm:
@@ -261,7 +261,8 @@ class GroupComm:
         device = self._wire_device(buffer.device)
         if device != buffer.device:
             arrived = torch.empty_like(out, device=device)
-            pending = self._reduce_on_wire(buffer.to(device), cuts, arrived)
+            with _naming(f"rank {self.group_rank}: reducing gradients"):
+                pending = self._reduce_on_wire(buffer.to(device), cuts, arrived)
             return _Then(pending, lambda: out.copy_(arrived))
         with _naming(f"rank {self.group_rank}: reducing gradients"):
             return self._reduce_on_wire(buffer, cuts, out)
@@ -388,13 +389,37 @@ class GroupComm:
 
         Called on every rank of the group, and on no other.
         """
-        group = dist.new_group(
-            dist.get_process_group_ranks(self.group),
-            backend=dist.get_backend_config(self.group),
-            timeout=self._timeout(),
-            use_local_synchronization=True,
-        )
-        return GroupComm(group, self._device)
+        options: dict[str, Any] = {
+            "backend": dist.get_backend_config(self.group),
+            "timeout": self._timeout(),
+        }
+        ranks = None
+        if self.group is not dist.group.WORLD:
+            self._check_names()
+            ranks = dist.get_process_group_ranks(self.group)
+            # The order of the ranks is the group's own, and ranks outside of it are not here.
+            options |= {"use_local_synchronization": True, "sort_ranks": False}
+        comm = GroupComm(dist.new_group(ranks, **options), self._device)
+        assert comm.group_rank == self.group_rank
+        return comm
+
+    def _check_names(self) -> None:
+        """Make sure that a new group of these ranks gets the same name on all of them.
+
+        torch numbers such a group by how many groups the rank belongs to; ranks that count
+        differently would wait for each other under different names.
+
+        Raises:
+            RuntimeError: on every rank, if they count differently.
+        """
+        own = len(dist.distributed_c10d._world.pg_names)
+        counts = [int(text) for text in self.all_gather_bytes(str(own).encode())]
+        if len(set(counts)) > 1:
+            raise RuntimeError(
+                "the ranks of the given process_group belong to different numbers of process "
+                f"groups ({counts}), and torch cannot make another group of them; construct the "
+                "optimizer before the groups that only some of these ranks are in"
+            )
 
     def _timeout(self) -> timedelta | None:
         backend = self.group._get_backend(self._meeting_device())

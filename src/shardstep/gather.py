@@ -16,9 +16,11 @@ metadata or for `.grad` go through. Torch's own `UninitializedParameter` changes
 way too.
 
 What Python does not see, it cannot stop. A kernel that is handed a parameter straight from C++ is
-covered by a hook on the module that owns the parameter. Compiled and scripted code reads parameters
-without Python: from the first compilation on, and for a scripted module, gathers are waited for
-where they are launched.
+covered by a hook on the module that owns the parameter; one that is called outside of that module's
+forward, a function transform or DLPack export applied to the parameter itself, and the replay of a
+CUDA graph are not: construct the optimizer with `overlap=False` for those. Compiled and scripted
+code reads parameters without Python: from the first compilation on, and for a scripted module,
+gathers are waited for where they are launched.
 """
 
 from __future__ import annotations
@@ -179,7 +181,7 @@ class GatherAhead:
             except RuntimeError as raised:
                 error = error or raised
                 pending = _Failed(error)
-            self._in_flight[number] = pending
+            self._in_flight[number] = _on_this_stream(pending, self._params[number][0].device)
             if self._ahead:
                 for param in self._params[number]:
                     param.__class__ = _watched(type(param))
@@ -221,6 +223,35 @@ class GatherAhead:
         """Land everything and remove the hooks."""
         self.stay()
         _alive.discard(self)
+
+
+def _on_this_stream(pending: Pending, device: torch.device) -> Pending:
+    """`pending`, waited for by the stream that is current now, whichever asks for it first.
+
+    A plain optimizer would have written the parameters on this stream: whoever orders itself
+    behind it has to find them there.
+    """
+    if device.type == "cpu":
+        return pending
+    return _OnStream(pending, device)
+
+
+class _OnStream:
+    """A gather that was launched from one stream and may be waited for from another."""
+
+    def __init__(self, pending: Pending, device: torch.device) -> None:
+        self._pending = pending
+        self._device = device
+        self._streams = torch.get_device_module(device)
+        self._launched_from = self._streams.current_stream(device)
+
+    def wait(self) -> None:
+        """Wait on both streams."""
+        here = self._streams.current_stream(self._device)
+        with self._streams.stream(self._launched_from):
+            self._pending.wait()
+        if here != self._launched_from:
+            here.wait_stream(self._launched_from)
 
 
 class _Failed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -114,7 +115,15 @@ class LocalState(Mapping[torch.Tensor, Any]):
         self._held = {params[index]: state for index, state in local.states().items()}
 
     def __getitem__(self, param: torch.Tensor) -> Any:
-        return self._held.get(param, {})
+        # As for any optimizer, a parameter without state has an empty one; it cannot be written to.
+        return self._held.get(param, MappingProxyType({}))
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._held
+
+    def get(self, param: torch.Tensor, default: Any = None) -> Any:
+        """The state of `param`, or `default` if this rank has none of it."""
+        return self._held.get(param, default)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._held)

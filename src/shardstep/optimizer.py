@@ -24,7 +24,13 @@ from shardstep.comm import Comm, connect
 from shardstep.describe import Given, describe, describe_options, is_trainable, parameters
 from shardstep.gather import Gather, GatherAhead, GatherNow
 from shardstep.gradients import FullGradients, Gradients
-from shardstep.join import _ZeROJoinHook, announced, provide_gradients
+from shardstep.join import (
+    _ZeROJoinHook,
+    announced,
+    options_of,
+    provide_gradients,
+    take_options,
+)
 from shardstep.local import LocalOptimizer, LocalState
 from shardstep.plan import Interval, ShardPlan, share
 from shardstep.probe import choose_layout
@@ -145,7 +151,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 lambda groups: optimizer_class(groups, **defaults),
             )
             self.optim = self._local.optim
-            head = [f"optimizer class {type(self.optim).__qualname__}"]
+            head = [
+                f"optimizer class {type(self.optim).__qualname__}",
+                f"overlap_with_ddp={overlap_with_ddp}, module={module is not None}, "
+                f"broadcast_buffers={broadcast_buffers}",
+            ]
             if module is not None:
                 lines += describe_buffers(module)
             return plan, head + describe_options(self.optim.param_groups) + lines
@@ -160,7 +170,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._gather_comm = self._comm.again()
             self._comm = self._comm.again()
             self._tie = ModuleTie(
-                module, self._comm, broadcast_buffers, self._before_forward, self._expect_backward
+                module,
+                self._comm,
+                broadcast_buffers,
+                self._before_forward,
+                self._expect_backward,
+                lambda: self._announce("buffers", list),
             )
             self._tie.share_start()
         # Schedulers look in `defaults` for what the optimizer knows, such as "betas".
@@ -229,8 +244,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Notice what was done to the parameters since the last step, and adapt to it.
 
         Data that only moved is this rank's own affair. Freezing, unfreezing, or a new dtype or
-        device change the plan; like all else that concerns the model, they are done alike on every
-        rank, and if they are not, all ranks that did them raise.
+        device change the plan, and like all else that concerns the model are to be done alike on
+        every rank. Ranks that changed different things raise; a rank that changed nothing does not
+        know, and waits until the timeout of the process group.
 
         Args:
             stepping: whether this is for a step, and not for a forward pass to come.
@@ -282,7 +298,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             held=[before.intervals(rank) for rank in range(self.world_size)],
             wanted=[plan.intervals(rank) for rank in range(self.world_size)],
             states=self._local.states(),
-            device=lambda index, leaf: torch.device("cpu") if leaf.on_cpu else params[index].device,
+            device=lambda index, leaf: _beside(params[index], leaf),
         )
         now_frozen = (
             index
@@ -359,11 +375,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._module is not None:
             # What reductions are still to be announced is announced before the step is.
             self._gradients.collect()
-            self._announce("step", list)
+            self._announce("step", lambda: [options_of(self.param_groups)])
             return
         Join.notify_join_context(self)
         if self._join_config.enable and self._reducer is None:
-            provide_gradients(self._comm, self._plan, self._params, joined=False)
+            provide_gradients(self._comm, self._plan, self.param_groups, joined=False)
 
     def _local_step(
         self, closure: Callable[[], float] | None = None, **kwargs: Any
@@ -373,7 +389,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if closure is not None:
             given = closure
 
+            evaluations = 0
+
             def evaluate() -> float:
+                nonlocal evaluations
+                evaluations += 1
+                if evaluations > 1 and self.world_size > 1:
+                    # Between the two, each rank has moved its own pieces only.
+                    raise RuntimeError(
+                        f"{type(self.optim).__name__} evaluates its closure more than once in a "
+                        "step, which a divided optimizer cannot do; use it unsharded"
+                    )
                 loss = given()
                 self._gradients.collect()
                 return loss
@@ -538,7 +564,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             held=[self._plan.intervals(rank) for rank in range(self.world_size)],
             wanted=[everything] * self.world_size,
             states={i: state for i, state in self._local.states().items() if i == index},
-            device=self._beside,
+            device=lambda i, leaf: _beside(self._params[i], leaf),
         )
         return dict(states.get(index, {}))
 
@@ -548,10 +574,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 return index
         shown = repr(parameter) if isinstance(parameter, str) else "the given tensor"
         raise ValueError(f"rank {self.rank}: {shown} is not a parameter of this optimizer")
-
-    def _beside(self, index: int, leaf: Leaf) -> torch.device:
-        """State lies where its parameter does, unless it was kept on the CPU."""
-        return torch.device("cpu") if leaf.on_cpu else self._params[index].device
 
     def detach(self) -> None:
         """Undo all that was done to parameters and module; this optimizer is of no more use.
@@ -683,7 +705,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return  # they only add up, under DDP's no_sync
         self._step_owed = False
         if self._reducer is None:
-            provide_gradients(self._comm, self._plan, self._params, joined=True)
+            provide_gradients(self._comm, self._plan, self.param_groups, joined=True)
         self._shadowing = True
         try:
             if self._overlap_with_ddp:
@@ -692,6 +714,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self.step()
         finally:
             self._shadowing = False
+
+    def _shadow_announced_step(self, options: list[dict[str, Any]]) -> None:
+        take_options(self.param_groups, options)
+        self.step()
 
     def _announce(self, kind: str, arguments: Callable[[], list[Any]]) -> None:
         """Under `Join`, tell ranks without data what is about to happen. Called on every rank."""
@@ -717,7 +743,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             "clip": self._gradients.shadow_clip,
             "unscale": self._gradients.shadow_unscale,
             "zero": lambda: self.zero_grad(set_to_none=False),
-            "step": self.step,
+            "buffers": self._tie.sync_buffers,
+            "step": self._shadow_announced_step,
         }
         self._shadowing = True
         try:
@@ -734,3 +761,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_process_group(self) -> Any:
         """The process group."""
         return self.process_group
+
+
+def _beside(param: torch.Tensor, leaf: Leaf) -> torch.device:
+    """State lies where its parameter does, unless it was kept on the CPU."""
+    return torch.device("cpu") if leaf.on_cpu else param.device

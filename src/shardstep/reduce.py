@@ -118,6 +118,7 @@ class ShardedGradients:
         self._announce = announce
         self._lock = threading.RLock()
         self._trained = [index for index, spec in enumerate(plan.specs) if spec.trainable]
+        self._dtypes = {plan.specs[index].dtype for index in self._trained}
         self._lane_of: dict[int, int] = {}
         self._lanes = self._lay_lanes()
         self._grads = self._grads_of_pieces()
@@ -138,7 +139,6 @@ class ShardedGradients:
         self._used_elsewhere: list[tuple[Pending, torch.Tensor]] = []
         # From which of those on they count, for parameters whose gradient was cleared in between.
         self._cleared_at: dict[int, int] = {}
-        self._everything_used: torch.Tensor | None = None
         self._collected = False
         self._handles: list[Any] = []
         self._watch()
@@ -573,6 +573,7 @@ class ShardedGradients:
             self._comm,
             [tensor for _, tensor in self._shard],
             self._params[0].device,
+            torch.float64 if torch.float64 in self._dtypes else torch.float32,
             max_norm,
             norm_type,
             error_if_nonfinite,

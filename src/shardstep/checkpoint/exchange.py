@@ -149,11 +149,14 @@ def _combine(
         )
     found = [leaves(nodes[rank][param]) for rank in holders]
     forms = [[leaf.path for leaf in each] for each in found]
-    if any(form != forms[0] for form in forms):
-        raise RuntimeError(
-            f"the state of parameter {spec.name!r} is {forms[0]} on rank {holders[0]} and of "
-            "another structure on another rank"
-        )
+    skeletons = [_skeleton(nodes[rank][param]) for rank in holders]
+    for rank, skeleton in zip(holders, skeletons, strict=True):
+        if skeleton != skeletons[0]:
+            raise RuntimeError(
+                f"ranks {holders[0]} and {rank}, which own parts of parameter {spec.name!r}, keep "
+                f"different state for it: {skeletons[0]} and {skeleton}; an optimizer that is not "
+                'element-wise has to be constructed with layout="whole"'
+            )
     per_element = [
         all(
             each[number].shape == _shape(held[rank][param], spec)
@@ -170,6 +173,17 @@ def _combine(
                 'optimizer is not element-wise: construct it with layout="whole"'
             )
     return _Kept(spec, nodes[holders[0]][param], found[0], per_element, len(holders) > 1)
+
+
+def _skeleton(node: Node) -> Node:
+    """What ranks that own parts of one parameter have in common: all but shapes and tensor data."""
+    if node[0] == "tensor":
+        return ["tensor", node[1]]
+    if node[0] == "dict":
+        return ["dict", [[key, _skeleton(item)] for key, item in node[1]]]
+    if node[0] in ("list", "tuple"):
+        return [node[0], [_skeleton(item) for item in node[1]]]
+    return node
 
 
 def _make(
