@@ -227,8 +227,9 @@ TIMEOUT = 8.0
 def outlive(operation: str, how: str, folder: str) -> None:
     """Rank 1 dies, before or within the operation; the others write down what they saw."""
     comm = connect(None)
-    cuts = [0, 1 << 22, 1 << 23, 3 << 22]
-    buffer = torch.ones(3 << 22, dtype=torch.uint8)
+    # So much that it cannot all have left by the time the rank is gone.
+    cuts = [0, 1 << 25, 1 << 26, 3 << 25]
+    buffer = torch.ones(3 << 25, dtype=torch.uint8)
     comm.all_gather_bytes(b"everybody is here")
     comm.all_gather(buffer[:192], [0, 64, 128, 192]).wait()
     if comm.group_rank == 1:
@@ -245,9 +246,9 @@ def outlive(operation: str, how: str, folder: str) -> None:
             comm.all_gather_bytes(b"is anybody there?")
         elif operation == "send":
             for _ in range(1000):  # what fits in the socket's buffer is not known to be lost
-                comm.send(buffer, 1)
+                comm.send(buffer[: 1 << 22], 1)
         else:
-            comm.receive(buffer, 1)
+            comm.receive(buffer[: 1 << 22], 1)
     except Exception as error:
         path = Path(folder) / str(comm.group_rank)
         seen = type(error).__name__, str(error), time.monotonic() - start
