@@ -54,7 +54,7 @@ def draw(result: dict[str, Any], path: Path) -> bool:
 
 
 def _color(name: str) -> str:
-    if name.startswith("zero"):
+    if name.startswith(("zero", "hook", "register")):
         return _OURS
     return _BASELINE if name == "ddp" else _OTHERS
 
