@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ranks import RankFailure, run_ranks
+from shardstep import ZeroRedundancyOptimizer
 from shardstep.comm import CHUNK_NBYTES, Comm, GroupComm, SoloComm, connect
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
@@ -278,3 +282,55 @@ def test_a_rank_that_dies_makes_the_others_raise_and_name_the_operation(
         assert kind == "RuntimeError", message
         assert name in message
         assert seconds < TIMEOUT / 2 + 1
+
+
+def _by_collectives() -> list[str]:
+    """The way that NCCL takes, over Gloo: the backend's own collectives, even and uneven."""
+    failures = []
+    comm = connect(None)
+    assert isinstance(comm, GroupComm)
+    rank, size = comm.group_rank, comm.world_size
+    with mock.patch.object(GroupComm, "_exchanges", return_value=False):
+        for lengths in ([128] * size, [64 * number for number in range(size)]):
+            cuts = [0, *accumulate(lengths)]
+            own = slice(cuts[rank], cuts[rank + 1])
+            expected = torch.arange(cuts[-1], dtype=torch.float32)
+            buffer = torch.zeros(cuts[-1])
+            buffer[own] = expected[own]
+            comm.all_gather(buffer, cuts).wait()
+            if not torch.equal(buffer, expected):
+                failures.append(f"all_gather of {lengths}")
+            out = torch.full((lengths[rank],), float("nan"))
+            comm.reduce_scatter(expected * (rank + 1), cuts, out).wait()
+            if not torch.equal(out, expected[own] * (size * (size + 1) // 2)):
+                failures.append(f"reduce_scatter of {lengths}")
+        for layout in ("sliced", "whole"):
+            torch.manual_seed(rank)
+            model = nn.Sequential(nn.Linear(96, 70), nn.ReLU(), nn.Linear(70, 30))
+            plain = copy.deepcopy(model)
+            for param in plain.parameters():
+                dist.broadcast(param.data, src=0)
+            opt = ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.AdamW, module=model, layout=layout, lr=0.01
+            )
+            reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+            for step in range(5):
+                torch.manual_seed(10 * step + rank)
+                x = torch.randn(8, 96)
+                for each, optimizer in ((model, opt), (plain, reference)):
+                    each(x).square().mean().backward()
+                    if each is plain:
+                        for param in plain.parameters():
+                            dist.all_reduce(param.grad)
+                            param.grad /= size
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                if not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
+                    failures.append(f"training with layout {layout}")
+    return failures
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_backends_own_collectives_give_the_same_results(world_size: int) -> None:
+    assert run_ranks(_by_collectives, world_size) == [[]] * world_size
