@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.algorithms.join import Join
@@ -257,3 +258,35 @@ def test_without_a_process_group_join_is_not_needed() -> None:
     opt = ZeroRedundancyOptimizer(model.parameters(), SGD[0], module=model, **SGD[1])
     _mlp_loss(model, 0, 0).backward()
     opt.step()
+
+
+def _buffers_in_forward() -> list[torch.Tensor]:
+    """Two passes per step outside of `no_sync`: the second evens buffers out, everywhere."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
+    with Join([opt]):
+        for step in range(2 + 2 * dist.get_rank()):
+            for part in range(2):
+                torch.manual_seed(100 * step + 10 * part + dist.get_rank())
+                model(torch.randn(4, 8)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def test_buffers_that_a_forward_pass_evens_out_reach_ranks_without_data() -> None:
+    one, other = run_ranks(_buffers_in_forward, 2, timeout=30.0)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_the_norm_of_double_precision_gradients_is_in_double_precision() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(40, 30).double()
+    opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
+    model(torch.randn(4, 40).double()).square().mean().backward()
+    grads = [opt.full_grad(param) for param in model.parameters()]
+    expected = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
+    norm = opt.clip_grad_norm_(1e9)
+    assert norm.dtype == torch.float64
+    torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
