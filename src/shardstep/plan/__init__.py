@@ -1,5 +1,6 @@
 """Planning: integers and dtypes only, no tensor data, no process group."""
 
+from shardstep.plan.box import Box, boxes
 from shardstep.plan.estimate import Share, share
 from shardstep.plan.interval import Interval
 from shardstep.plan.placement import ALIGNMENT, Bucket, Layout, Piece, Slot
@@ -9,6 +10,7 @@ from shardstep.plan.transfer import Copy, Holding, transfers
 
 __all__ = [
     "ALIGNMENT",
+    "Box",
     "Bucket",
     "Copy",
     "Holding",
@@ -19,6 +21,7 @@ __all__ = [
     "ShardPlan",
     "Share",
     "Slot",
+    "boxes",
     "share",
     "transfers",
 ]

@@ -1,0 +1,112 @@
+"""Stretches of a parameter's memory as boxes of its shape: what other layouts can be cut against.
+
+A piece is an interval of a parameter's elements in memory order. Files and other programs know
+tensors by shape: a chunk there is a box, with an offset and a size in each dimension. An interval
+is a few boxes one after another, whatever the order of the dimensions in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardstep.plan.interval import Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor: where it starts and how far it reaches, in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        """All of a tensor."""
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """What the two have in common, if it is any element."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = map(min, self._stops(), other._stops())
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def within(self, outer: Box) -> Box:
+        """The same box, with offsets counted from the start of `outer`."""
+        offsets = tuple(own - base for own, base in zip(self.offsets, outer.offsets, strict=True))
+        return Box(offsets, self.sizes)
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether it lies inside of a tensor of this shape."""
+        return len(self.offsets) == len(self.sizes) == len(shape) and all(
+            0 <= start and 0 <= size and start + size <= extent
+            for start, size, extent in zip(self.offsets, self.sizes, shape, strict=True)
+        )
+
+    def _stops(self) -> Iterator[int]:
+        return (start + size for start, size in zip(self.offsets, self.sizes, strict=True))
+
+
+def boxes(
+    interval: Interval, shape: Sequence[int], stride: Sequence[int]
+) -> list[tuple[Interval, Box]]:
+    """The boxes that an interval of a dense tensor's memory consists of, in memory order.
+
+    Each comes with the stretch of memory that it fills. A view of that stretch with the box's sizes
+    and the tensor's own strides is the box.
+
+    Example:
+        >>> [box for _, box in boxes(Interval(2, 12), (4, 4), (4, 1))]
+        [Box(offsets=(0, 2), sizes=(1, 2)), Box(offsets=(1, 0), sizes=(2, 4))]
+    """
+    # From the slowest dimension to the fastest; dimensions of one element may stand anywhere.
+    order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], shape[dim] == 1))
+    found = []
+    for start, offsets, sizes in _cut(interval, [shape[dim] for dim in order]):
+        place = {dim: number for number, dim in enumerate(order)}
+        box = Box(
+            tuple(offsets[place[dim]] for dim in range(len(shape))),
+            tuple(sizes[place[dim]] for dim in range(len(shape))),
+        )
+        found.append((Interval(start, start + box.numel), box))
+    return found
+
+
+def _cut(
+    interval: Interval, shape: Sequence[int]
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """First element, offsets and sizes of each box, for a tensor in C order."""
+    if math.prod(shape) == interval.numel:
+        yield interval.start, (0,) * len(shape), tuple(shape)
+        return
+    if not interval.numel:
+        return
+    row_numel = math.prod(shape[1:])
+    first_whole = -(-interval.start // row_numel)
+    last_whole = interval.stop // row_numel
+    if first_whole > last_whole:  # within one row
+        yield from _in_row(interval, last_whole, shape)
+        return
+    yield from _in_row(Interval(interval.start, first_whole * row_numel), first_whole - 1, shape)
+    if first_whole < last_whole:
+        rows = last_whole - first_whole
+        zeros = (0,) * (len(shape) - 1)
+        yield first_whole * row_numel, (first_whole, *zeros), (rows, *shape[1:])
+    yield from _in_row(Interval(last_whole * row_numel, interval.stop), last_whole, shape)
+
+
+def _in_row(
+    interval: Interval, row: int, shape: Sequence[int]
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    if not interval.numel:
+        return
+    base = row * math.prod(shape[1:])
+    for start, offsets, sizes in _cut(interval.shift(-base), shape[1:]):
+        yield start + base, (row, *offsets), (1, *sizes)
