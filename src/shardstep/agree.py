@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardstep.comm import Comm
 
 T = TypeVar("T")
+J = TypeVar("J")
 
 
 def agree(comm: Comm, what: str, make: Callable[[], tuple[T, Sequence[str]]]) -> T:
@@ -31,19 +32,44 @@ def agree(comm: Comm, what: str, make: Callable[[], tuple[T, Sequence[str]]]) ->
     Returns:
         What `make` returned.
     """
+    made: list[T] = []
+    lines: list[str] = []
+
+    def describe() -> str:
+        thing, text = make()
+        made.append(thing)
+        lines.extend(text)
+        # The texts themselves are exchanged only if something is wrong: the digest is short, the
+        # texts of a large model on a thousand ranks are not.
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    if len(set(together(comm, what, describe))) > 1:
+        texts = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(lines).encode())]
+        raise ValueError(_difference(what, texts))
+    return made[0]
+
+
+def together(comm: Comm, what: str, act: Callable[[], J]) -> list[J]:
+    """Do something on every rank, and go on only if no rank failed.
+
+    Called on every rank.
+
+    Args:
+        comm: the ranks.
+        what: what is being done, for the error message.
+        act: does it, and returns what JSON can hold. What it raises is raised again on this rank,
+            and reported as a `RuntimeError` on the others.
+
+    Returns:
+        What `act` returned on each rank, in rank order.
+    """
     error: Exception | None = None
-    made: T | None = None
-    lines: Sequence[str] = ()
     try:
-        made, lines = make()
+        mine: list[Any] = [True, act()]
     except Exception as raised:
         error = raised
-    # The texts themselves are exchanged only if something is wrong: the digest is short, the texts
-    # of a large model on a thousand ranks are not.
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    mine = f"{type(error).__name__}: {error}" if error is not None else digest
-    said = comm.all_gather_bytes(json.dumps([error is None, mine]).encode())
-    answers: list[tuple[bool, str]] = [tuple(json.loads(answer)) for answer in said]
+        mine = [False, f"{type(error).__name__}: {error}"]
+    answers = [json.loads(said) for said in comm.all_gather_bytes(json.dumps(mine).encode())]
     if error is not None:
         raise error
     for group_rank, (succeeded, message) in enumerate(answers):
@@ -52,11 +78,7 @@ def agree(comm: Comm, what: str, make: Callable[[], tuple[T, Sequence[str]]]) ->
                 f"rank {comm.group_rank}: {what} failed on rank {group_rank}, so it fails on every "
                 f"rank: {message}"
             )
-    if len({message for _, message in answers}) > 1:
-        texts = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(lines).encode())]
-        raise ValueError(_difference(what, texts))
-    assert made is not None
-    return made
+    return [answer for _, answer in answers]
 
 
 def _difference(what: str, texts: Sequence[Sequence[str]]) -> str:

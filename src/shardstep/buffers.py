@@ -16,15 +16,17 @@ from shardstep.plan import Bucket, Piece, ShardPlan
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements of `tensor` fill a stretch of memory without gaps or overlaps."""
+    return fills_memory(tensor.shape, tensor.stride())
+
+
+def fills_memory(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a tensor of this form has its elements without gaps or overlaps."""
+    if len(shape) != len(stride):
+        return False
     expected = 1
-    dims = sorted(
-        (stride, size)
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        if size != 1
-    )
-    for stride, size in dims:
-        if stride != expected:
-            return tensor.numel() == 0
+    for step, size in sorted(dim for dim in zip(stride, shape, strict=True) if dim[1] != 1):
+        if step != expected:
+            return 0 in shape
         expected *= size
     return True
 

@@ -17,6 +17,7 @@ A buffer whose device the backend cannot reach is staged through one that it can
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -103,8 +104,11 @@ class Comm(Protocol):
     def receive(self, data: torch.Tensor, source: int) -> None:
         """Receive flat bytes from group rank `source`, which calls `send`."""
 
-    def again(self) -> Comm:
-        """The same ranks on other connections, whose traffic does not queue behind this one's."""
+    def again(self, backend: str | None = None) -> Comm:
+        """The same ranks on other connections, whose traffic does not queue behind this one's.
+
+        Called on every rank. `backend` is another than this one's, if given.
+        """
 
 
 class _Done:
@@ -154,7 +158,7 @@ class SoloComm:
         """There is nobody to receive from."""
         raise AssertionError("a single rank receives nothing")
 
-    def again(self) -> SoloComm:
+    def again(self, backend: str | None = None) -> SoloComm:
         """Another single rank."""
         return SoloComm(self.group)
 
@@ -334,7 +338,10 @@ class GroupComm:
         everyone = [torch.empty_like(own) for _ in counts]
         dist.all_gather(everyone, own, group=self.group)
         self.ledger.note("all_gather_bytes", (own.numel() + 8) * (self.world_size - 1))
-        return [bytes(data[:count].tolist()) for data, count in zip(everyone, counts, strict=True)]
+        return [
+            ctypes.string_at(data.cpu().data_ptr(), count)
+            for data, count in zip(everyone, counts, strict=True)
+        ]
 
     def send(self, data: torch.Tensor, target: int) -> None:
         """Send flat bytes to group rank `target`."""
@@ -384,13 +391,13 @@ class GroupComm:
             raise RuntimeError(f"the process group has no backend for tensors on {device}")
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
-    def again(self) -> GroupComm:
+    def again(self, backend: str | None = None) -> GroupComm:
         """The same ranks, on connections of their own, so that the two do not queue for each other.
 
         Called on every rank of the group, and on no other.
         """
         options: dict[str, Any] = {
-            "backend": dist.get_backend_config(self.group),
+            "backend": backend or dist.get_backend_config(self.group),
             "timeout": self._timeout(),
         }
         ranks = None

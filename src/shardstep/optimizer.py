@@ -130,6 +130,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Whether a step was ever taken inside of backward, and, on a rank without data, whether the
         # ranks that have some are taking one.
         self._stepped_in_backward = False
+        # Whether a step was ever taken, here or before what was loaded was saved: state that is
+        # empty then is all there is to it.
+        self._stepped = False
         self._step_owed = False
         self._shadowing = False
         self._consolidated: StateDict | None = None
@@ -406,6 +409,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
             kwargs["closure"] = evaluate
         loss: float | None = self.optim.step(**kwargs)
+        self._stepped = True
         self._gradients.release()
         if self._shard.settle():
             self._settle_in()

@@ -70,7 +70,12 @@ def load_share(
         if "param_names" in group:
             share["param_names"] = [group["param_names"][position] for position in kept]
         local_groups.append(share)
-    local.load_state_dict({"state": state, "param_groups": local_groups})
+    install(local, state, local_groups)
+
+
+def install(local: Optimizer, state: Mapping[Any, Any], groups: Groups) -> None:
+    """Give `local` this state, by number of the piece, and these groups."""
+    local.load_state_dict({"state": state, "param_groups": groups})
     if _casts_blindly(local):
         _restore_dtypes(local, state)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardstep.buffers import flat, is_dense
+from shardstep.buffers import fills_memory, flat, is_dense
 
 Node = list[Any]
 """A value in JSON: `["value", x]`, `["dict", [[key, node], ...]]`, `["list", [node, ...]]`,
@@ -45,6 +46,23 @@ class Leaf:
         return tensor
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """The name by which `dtype_named` knows it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """The dtype of this name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"there is no dtype {name!r}")
+    return dtype
+
+
 def encode(value: Any, path: str = "") -> tuple[Node, list[torch.Tensor]]:
     """Describe `value`, and list its tensors, dense and in the order of the description.
 
@@ -66,10 +84,9 @@ def encode(value: Any, path: str = "") -> tuple[Node, list[torch.Tensor]]:
         if tensor.nbytes <= INLINE_NBYTES:
             raw = flat(tensor).cpu().view(torch.uint8) if tensor.numel() else ()
             data = bytes(int(byte) for byte in raw).hex()
-        dtype = str(tensor.dtype).removeprefix("torch.")
         on_cpu = tensor.device.type == "cpu"
         shape, stride = list(tensor.shape), list(tensor.stride())
-        return ["tensor", dtype, shape, stride, on_cpu, data], [tensor]
+        return ["tensor", name_of(tensor.dtype), shape, stride, on_cpu, data], [tensor]
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["value", value], []
     if isinstance(value, Mapping):
@@ -95,20 +112,37 @@ def decode(node: Node, leaf: Callable[[Leaf], torch.Tensor], path: str = "") -> 
     """The value that `node` describes, with its tensors made by `leaf`, in order."""
     kind = node[0]
     if kind == "tensor":
-        dtype = getattr(torch, node[1])
-        assert isinstance(dtype, torch.dtype)
-        return leaf(Leaf(path, dtype, tuple(node[2]), tuple(node[3]), node[4], node[5]))
+        return leaf(_leaf(path, *node[1:]))
     if kind == "value":
         return node[1]
     if kind == "dict":
         return {
             key: decode(item, leaf, f"{path}.{key}" if path else str(key)) for key, item in node[1]
         }
+    if kind not in ("list", "tuple"):
+        raise ValueError(f"{path!r} is described as a {kind!r}, which is nothing")
     items = [
         decode(item, leaf, f"{path}.{position}" if path else str(position))
         for position, item in enumerate(node[1])
     ]
     return items if kind == "list" else tuple(items)
+
+
+def _leaf(path: str, dtype: Any, shape: Any, stride: Any, on_cpu: Any, data: Any) -> Leaf:
+    """A tensor as described, if there can be one.
+
+    Raises:
+        ValueError: if there cannot: texts come from other ranks, and from files.
+    """
+    leaf = Leaf(path, dtype_named(dtype), tuple(shape), tuple(stride), bool(on_cpu), data)
+    numbers = all(type(each) is int and 0 <= each < 2**62 for each in leaf.shape + leaf.stride)
+    if not numbers or not fills_memory(leaf.shape, leaf.stride):
+        raise ValueError(f"tensor {path!r} cannot have shape {shape} and stride {stride}")
+    if data is not None:
+        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if nbytes > INLINE_NBYTES or len(bytes.fromhex(data)) != nbytes:
+            raise ValueError(f"tensor {path!r} does not have the bytes that its shape needs")
+    return leaf
 
 
 def leaves(node: Node) -> list[Leaf]:
@@ -121,3 +155,21 @@ def leaves(node: Node) -> list[Leaf]:
 
     decode(node, note)
     return found
+
+
+def with_leaves(node: Node, leaf: Callable[[int, Node], Node]) -> Node:
+    """The same structure with its tensors described anew, given each one's number and old form."""
+    number = -1
+
+    def walk(node: Node) -> Node:
+        nonlocal number
+        if node[0] == "tensor":
+            number += 1
+            return leaf(number, node)
+        if node[0] == "dict":
+            return ["dict", [[key, walk(item)] for key, item in node[1]]]
+        if node[0] in ("list", "tuple"):
+            return [node[0], [walk(item) for item in node[1]]]
+        return node
+
+    return walk(node)

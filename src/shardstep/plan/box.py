@@ -46,7 +46,7 @@ class Box:
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether it lies inside of a tensor of this shape."""
         return len(self.offsets) == len(self.sizes) == len(shape) and all(
-            0 <= start and 0 <= size and start + size <= extent
+            start >= 0 and size >= 0 and start + size <= extent
             for start, size, extent in zip(self.offsets, self.sizes, shape, strict=True)
         )
 

@@ -1,0 +1,339 @@
+"""What is in a checkpoint: names, shapes and where bytes lie, as JSON that is checked when read.
+
+All is keyed by the parameter's name and its logical shape. A tensor is stored in chunks, each a box
+of it in some file; which rank wrote a file, and how many there were, plays no role. The
+structure of the state is what `tree.encode` makes of it. Tensors of a few bytes are in the text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.folder import Manifest, check, read_json
+from shardstep.checkpoint.safetensors import is_sizes
+from shardstep.checkpoint.tree import Node, dtype_named, leaves, name_of
+from shardstep.plan import Box
+
+CONTENTS = "contents.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, stored under a key in a file."""
+
+    file: str
+    key: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in files."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A value: its structure, and those of its tensors that are in files, by their number."""
+
+    node: Node
+    stored: dict[int, Stored]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParam:
+    """One parameter of the optimizer.
+
+    Attributes:
+        name: its name.
+        shape: its logical shape.
+        dtype: its dtype.
+        trainable: whether it trained.
+        state: its state, if it has any.
+        per_element: for each tensor of the state, whether it has a value for each element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    state: Tree | None
+    per_element: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedOptimizer:
+    """The optimizer.
+
+    Attributes:
+        kind: its class.
+        positional: whether parameters have no names of their own, only numbers.
+        stepped: whether it ever took a step.
+        params: its parameters, in order.
+        groups: for each group, the names of its parameters and its options.
+        loose: state that belongs to no parameter.
+    """
+
+    kind: str
+    positional: bool
+    stepped: bool
+    params: tuple[SavedParam, ...]
+    groups: tuple[tuple[tuple[str, ...], Tree], ...]
+    loose: Tree
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """The model's tensors, which of its names mean the same tensor, and what else it keeps."""
+
+    tensors: dict[str, Stored]
+    aliases: dict[str, str]
+    rest: Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint holds; parts that were not saved are None."""
+
+    optimizer: SavedOptimizer | None = None
+    model: SavedModel | None = None
+    extra: Tree | None = None
+    made_by: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> Iterable[tuple[str, Stored]]:
+        """Every tensor in files, with a name to speak of it by."""
+        if self.optimizer is not None:
+            for param in self.optimizer.params:
+                for path, stored in _named(param.state):
+                    yield f"optimizer state {path!r} of {param.name!r}", stored
+            for number, (_, options) in enumerate(self.optimizer.groups):
+                for path, stored in _named(options):
+                    yield f"option {path!r} of group {number}", stored
+            for path, stored in _named(self.optimizer.loose):
+                yield f"optimizer state {path!r}", stored
+        if self.model is not None:
+            for name, stored in self.model.tensors.items():
+                yield f"model tensor {name!r}", stored
+            for path, stored in _named(self.model.rest):
+                yield f"model state {path!r}", stored
+        for path, stored in _named(self.extra):
+            yield f"extra {path!r}", stored
+
+
+def _named(tree: Tree | None) -> Iterable[tuple[str, Stored]]:
+    if tree is not None:
+        paths = [leaf.path for leaf in leaves(tree.node)]
+        for number, stored in tree.stored.items():
+            yield paths[number], stored
+
+
+# ------------------------------------------------------------------------------------ to text
+
+
+def to_json(contents: Contents) -> str:
+    """The text of `contents.json`."""
+    optimizer, model = contents.optimizer, contents.model
+    said: dict[str, Any] = {"made_by": contents.made_by}
+    if optimizer is not None:
+        said["optimizer"] = {
+            "class": optimizer.kind,
+            "positional": optimizer.positional,
+            "stepped": optimizer.stepped,
+            "params": [
+                {
+                    "name": param.name,
+                    "shape": list(param.shape),
+                    "dtype": name_of(param.dtype),
+                    "trainable": param.trainable,
+                    "state": _tree_out(param.state),
+                    "per_element": list(param.per_element),
+                }
+                for param in optimizer.params
+            ],
+            "groups": [[list(names), _tree_out(options)] for names, options in optimizer.groups],
+            "loose": _tree_out(optimizer.loose),
+        }
+    if model is not None:
+        said["model"] = {
+            "tensors": {name: _stored_out(stored) for name, stored in model.tensors.items()},
+            "aliases": model.aliases,
+            "rest": _tree_out(model.rest),
+        }
+    if contents.extra is not None:
+        said["extra"] = _tree_out(contents.extra)
+    return json.dumps(said)
+
+
+def _tree_out(tree: Tree | None) -> Any:
+    if tree is None:
+        return None
+    return {
+        "node": tree.node,
+        "stored": {str(number): _stored_out(stored) for number, stored in tree.stored.items()},
+    }
+
+
+def _stored_out(stored: Stored) -> Any:
+    return {
+        "dtype": name_of(stored.dtype),
+        "shape": list(stored.shape),
+        "chunks": [
+            [chunk.file, chunk.key, list(chunk.box.offsets), list(chunk.box.sizes)]
+            for chunk in stored.chunks
+        ],
+    }
+
+
+# ---------------------------------------------------------------------------------- from text
+
+
+def read_contents(path: Path, manifest: Manifest) -> Contents:
+    """Read and check what a checkpoint says it holds.
+
+    Raises:
+        CheckpointError: if it is damaged, or describes what cannot be.
+    """
+    if CONTENTS not in manifest.files:
+        raise CheckpointError(f"{path}: its list of files lacks {CONTENTS}")
+    check(path, CONTENTS, manifest.files[CONTENTS])
+    return Reader(path / CONTENTS, manifest.files).contents(read_json(path / CONTENTS))
+
+
+class Reader:
+    """Takes contents from JSON, believing nothing.
+
+    Args:
+        path: the file, for messages.
+        files: the files that tensors may lie in.
+    """
+
+    def __init__(self, path: Path, files: Mapping[str, Any]) -> None:
+        self._path = path
+        self._files = files
+
+    def contents(self, said: Any) -> Contents:
+        """All of it."""
+        try:
+            optimizer, model, extra = (said.get(key) for key in ("optimizer", "model", "extra"))
+            return Contents(
+                None if optimizer is None else self._optimizer(optimizer),
+                None if model is None else self._model(model),
+                None if extra is None else self._tree(extra),
+                dict(said.get("made_by", {})),
+            )
+        except CheckpointError:
+            raise
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            IndexError,
+            RecursionError,
+        ) as error:
+            raise CheckpointError(
+                f"{self._path}: does not describe a checkpoint ({type(error).__name__}: {error})"
+            ) from error
+
+    def _optimizer(self, said: Any) -> SavedOptimizer:
+        params = tuple(self._param(each) for each in said["params"])
+        names = [param.name for param in params]
+        if len(set(names)) != len(names):
+            raise self._bad("it names a parameter twice")
+        groups = []
+        for listed, options in said["groups"]:
+            if not all(name in set(names) for name in listed):
+                raise self._bad("a group has a parameter that is not described")
+            groups.append((tuple(listed), self._tree(options)))
+        return SavedOptimizer(
+            str(said["class"]),
+            bool(said["positional"]),
+            bool(said["stepped"]),
+            params,
+            tuple(groups),
+            self._tree(said["loose"]),
+        )
+
+    def _param(self, said: Any) -> SavedParam:
+        name, shape = said["name"], said["shape"]
+        if not isinstance(name, str) or not is_sizes(shape):
+            raise self._bad("it describes a parameter without a name or with an impossible shape")
+        state = None if said["state"] is None else self._tree(said["state"])
+        per_element = tuple(bool(each) for each in said["per_element"])
+        found = leaves(state.node) if state is not None else []
+        if len(per_element) != len(found):
+            raise self._bad(f"the state of parameter {name!r} is not described completely")
+        for leaf, divided in zip(found, per_element, strict=True):
+            if divided and leaf.shape != tuple(shape):
+                raise self._bad(
+                    f"state {leaf.path!r} of parameter {name!r} has shape {leaf.shape}, but the "
+                    f"parameter has shape {tuple(shape)}"
+                )
+        return SavedParam(
+            name,
+            tuple(shape),
+            dtype_named(said["dtype"]),
+            bool(said["trainable"]),
+            state,
+            per_element,
+        )
+
+    def _model(self, said: Any) -> SavedModel:
+        tensors = {str(name): self._stored(each) for name, each in said["tensors"].items()}
+        aliases = {str(name): str(other) for name, other in said["aliases"].items()}
+        if not all(other in tensors for other in aliases.values()):
+            raise self._bad("a name of the model stands for a tensor that is not there")
+        return SavedModel(tensors, aliases, self._tree(said["rest"]))
+
+    def _tree(self, said: Any) -> Tree:
+        node = said["node"]
+        found = leaves(node)
+        stored = {int(number): self._stored(each) for number, each in said["stored"].items()}
+        for number, leaf in enumerate(found):
+            held = stored.get(number)
+            if (held is None) == (leaf.data is None):
+                raise self._bad(f"tensor {leaf.path!r} is in no file, or in one and in the text")
+            if held is not None and (held.dtype, held.shape) != (leaf.dtype, leaf.shape):
+                raise self._bad(f"tensor {leaf.path!r} is described in two different ways")
+        if len(stored) != sum(leaf.data is None for leaf in found):
+            raise self._bad("it has a tensor that belongs nowhere")
+        return Tree(node, stored)
+
+    def _stored(self, said: Any) -> Stored:
+        shape = said["shape"]
+        if not is_sizes(shape):
+            raise self._bad("a tensor has an impossible shape")
+        chunks = []
+        for file, key, offsets, sizes in said["chunks"]:
+            if file not in self._files:
+                raise self._bad(f"a tensor lies in {file!r}, which is not a file of the checkpoint")
+            if not (is_sizes(offsets) and is_sizes(sizes)):
+                raise self._bad(f"chunk {key!r} has impossible offsets or sizes")
+            box = Box(tuple(offsets), tuple(sizes))
+            if not box.fits(shape):
+                raise self._bad(f"chunk {key!r} reaches out of its tensor")
+            chunks.append(Chunk(file, str(key), box))
+        # Chunks that do not overlap and together have as many elements as the tensor are all of it.
+        # That they do not overlap is checked where they are read.
+        if sum(chunk.box.numel for chunk in chunks) != math.prod(shape):
+            raise self._bad("the chunks of a tensor are more or less than the tensor")
+        return Stored(dtype_named(said["dtype"]), tuple(shape), tuple(chunks))
+
+    def _bad(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {what}; the checkpoint is damaged")

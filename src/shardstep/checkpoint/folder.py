@@ -1,0 +1,305 @@
+"""A checkpoint as a folder that is complete or not there.
+
+Files are written into a hidden folder beside the path that was asked for, and one rename makes them
+a checkpoint. A folder whose name begins with a dot is never taken for one. Whoever writes keeps a
+lock on the hidden folder, which ends with the process however that ends: what is found unlocked was
+left by a save that did not finish, and is cleared away by the next.
+
+The file `checkpoint.json` lists all others with their lengths and digests, and has a digest itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.safetensors import (
+    Digest,
+    Progress,
+    digest_of,
+    no_progress,
+    open_plain,
+    parse_json,
+)
+
+FORMAT = "shardstep checkpoint"
+VERSION = 1
+MANIFEST = "checkpoint.json"
+MAX_JSON_NBYTES = 128 * 2**20
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(?:[.-][A-Za-z0-9_]+)*\.(?:safetensors|json)")
+_LEFT_OVER = re.compile(r"\..+\.(?:saving|removing)")
+
+
+class Staging:
+    """A folder in the making, on the rank that makes it.
+
+    Args:
+        path: where the checkpoint is to be.
+
+    Attributes:
+        path: the hidden folder.
+
+    Raises:
+        FileExistsError: if there is something at `path` already.
+        BlockingIOError: if a save to `path` is under way.
+        OSError: if the folder cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._goal = path
+        if os.path.lexists(path):
+            raise FileExistsError(f"{path} exists already; save to a new path, such as step-1000")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path.parent / f".{path.name}.saving"
+        self._lock: int | None = None
+        while self._lock is None:
+            sweep(path.parent)
+            try:
+                self.path.mkdir()
+            except FileExistsError:
+                raise BlockingIOError(
+                    f"a save to {path} is under way; wait for it, or save to another path"
+                ) from None
+            # Whoever sweeps at this very moment takes the folder for a left-over.
+            self._lock = _lock(self.path)
+
+    def commit(self, files: Mapping[str, Digest]) -> None:
+        """Make what was written a checkpoint.
+
+        Args:
+            files: all files that were written, by any rank.
+
+        Raises:
+            CheckpointError: if a file is not here as it was written.
+        """
+        for name, digest in files.items():
+            try:
+                nbytes = (self.path / name).stat().st_size
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.path / name} was written by a rank but is not here: all ranks have to "
+                    "save to one folder on a file system that they share"
+                ) from error
+            if nbytes != digest.nbytes:
+                raise CheckpointError(
+                    f"{self.path / name} is {nbytes:,} bytes long, not as written"
+                )
+        newest = max((saved_at(found) for found in checkpoints(self._goal.parent)), default=0)
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            # Later than every other here, even where a clock was set back.
+            "saved_at": max(time.time_ns(), newest + 1),
+            "files": {
+                name: {"nbytes": digest.nbytes, "sha256": digest.sha256}
+                for name, digest in sorted(files.items())
+            },
+        }
+        write_text(self.path / MANIFEST, json.dumps(manifest | {"digest": _digest(manifest)}))
+        sync_folder(self.path)
+        if os.path.lexists(self._goal):
+            raise FileExistsError(f"{self._goal} came into being while it was saved to")
+        os.rename(self.path, self._goal)
+        sync_folder(self._goal.parent)
+        self._unlock()
+
+    def discard(self) -> None:
+        """Give up: leave nothing behind. After `commit` there is nothing to give up."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        assert self._lock is not None
+        os.close(self._lock)
+        self._lock = None
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds the lock on `folder`, if nobody else does and it is still there."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def sweep(parent: Path) -> None:
+    """Clear away what saves and removals that did not finish have left in `parent`."""
+    for folder in parent.glob(".*"):
+        if not _LEFT_OVER.fullmatch(folder.name) or not folder.is_dir() or folder.is_symlink():
+            continue
+        # Somebody else's folder with such a name has other things in it.
+        if not all(_PLAIN_NAME.fullmatch(entry.name) for entry in folder.iterdir()):
+            continue
+        lock = _lock(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, in one step as far as anybody can see."""
+    hidden = path.parent / f".{path.name}.removing"
+    os.rename(path, hidden)
+    shutil.rmtree(hidden)
+
+
+def keep_last(parent: Path, count: int) -> list[Path]:
+    """Remove all complete checkpoints in `parent` but the newest `count`; say which."""
+    old = checkpoints(parent)[:-count]
+    for path in old:
+        remove(path)
+    return old
+
+
+def checkpoints(parent: Path) -> list[Path]:
+    """The complete checkpoints in `parent`, oldest first."""
+    found = []
+    for path in parent.iterdir() if parent.is_dir() else ():
+        if path.name.startswith(".") or not (path / MANIFEST).is_file():
+            continue
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError:
+            continue
+        if all(_length(path / name) == each.nbytes for name, each in manifest.files.items()):
+            found.append((manifest.saved_at, path))
+    return [path for _, path in sorted(found)]
+
+
+def _length(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def latest(parent: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint among the folders in `parent`; None if there is none."""
+    found = checkpoints(Path(parent))
+    return found[-1] if found else None
+
+
+def saved_at(path: Path) -> int:
+    """When a checkpoint was saved, in nanoseconds since 1970; later ones have greater numbers."""
+    return read_manifest(path).saved_at
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    saved_at: int
+    files: dict[str, Digest]
+    digest: str
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the list of a checkpoint's files.
+
+    Raises:
+        CheckpointError: if there is none, or it is damaged or not of this kind.
+    """
+    file = path / MANIFEST
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder; a checkpoint is one")
+    if not os.path.lexists(file):
+        raise CheckpointError(
+            f"{path} has no {MANIFEST}: it is not a checkpoint, or one that was never completed"
+        )
+    said = read_json(file)
+    if not isinstance(said, dict) or said.get("format") != FORMAT:
+        raise CheckpointError(f"{file}: does not say that this is a {FORMAT}")
+    if said.get("version") != VERSION:
+        raise CheckpointError(
+            f"{file}: was written in version {said.get('version')!r} of the format, and this "
+            f"library reads version {VERSION}; use the library that wrote it"
+        )
+    digest = said.pop("digest", None)
+    if digest != _digest(said):
+        raise CheckpointError(f"{file}: does not match its own digest; it was changed or damaged")
+    files: dict[str, Digest] = {}
+    try:
+        for name, each in said["files"].items():
+            # Names are used as they are: nothing that could lead out of the folder.
+            if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
+                raise CheckpointError(f"{file}: {name!r} is not a name of a checkpoint's file")
+            files[name] = Digest(int(each["nbytes"]), str(each["sha256"]))
+        return Manifest(int(said["saved_at"]), files, digest)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file}: is not complete") from error
+
+
+def check(path: Path, name: str, expected: Digest, progress: Progress = no_progress) -> None:
+    """Make sure that a file of a checkpoint is as it was written.
+
+    Raises:
+        CheckpointError: if it is missing, of another length, or changed.
+    """
+    file = path / name
+    nbytes = _length(file)
+    if nbytes is None:
+        raise CheckpointError(f"{file}: is missing")
+    if nbytes != expected.nbytes:
+        raise CheckpointError(
+            f"{file}: is {nbytes:,} bytes long instead of {expected.nbytes:,}; it was cut short or "
+            "replaced"
+        )
+    if digest_of(file, progress) != expected:
+        raise CheckpointError(f"{file}: does not match its digest; it was changed or damaged")
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def write_text(path: Path, text: str) -> Digest:
+    """Write a new file and see it onto the disk."""
+    data = text.encode()
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return Digest(len(data), hashlib.sha256(data).hexdigest())
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file says.
+
+    Raises:
+        CheckpointError: if it is not there, or not JSON.
+    """
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > MAX_JSON_NBYTES:
+            raise CheckpointError(f"{path}: is too large to be what it should be")
+        return parse_json(file.readall(), path)
+
+
+def sync_folder(path: Path) -> None:
+    """See the names in a folder onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,399 @@
+"""The work of a save: each rank writes its pieces, and one rename makes of all a checkpoint.
+
+It has two halves. `prepare` finds out what is to be written where: it looks at the optimizer
+and the model, exchanges the structure of the state, and moves no tensor. `write_out` writes, and
+needs neither the optimizer nor the model any more: a background save runs it on copies.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import platform
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardstep.agree import together
+from shardstep.checkpoint.contents import (
+    CONTENTS,
+    Chunk,
+    Contents,
+    SavedModel,
+    SavedOptimizer,
+    SavedParam,
+    Stored,
+    Tree,
+    to_json,
+)
+from shardstep.checkpoint.exchange import Kept, survey
+from shardstep.checkpoint.folder import Staging, keep_last, write_text
+from shardstep.checkpoint.names import names_of, unwrapped
+from shardstep.checkpoint.safetensors import Digest, write
+from shardstep.checkpoint.tree import Node, encode, leaves, with_leaves
+from shardstep.comm import Comm, connect
+from shardstep.plan import Box, Holding, boxes
+
+if TYPE_CHECKING:
+    from shardstep.optimizer import ZeroRedundancyOptimizer
+
+HF_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one rank has to write.
+
+    Attributes:
+        goal: where the checkpoint is to be.
+        files: this rank's files, with the tensors in each.
+        texts: further files, on rank 0.
+        keep: how many of the newest checkpoints beside the goal are to stay; None for all.
+    """
+
+    goal: Path
+    files: dict[str, dict[str, torch.Tensor]]
+    texts: dict[str, str]
+    keep: int | None
+
+
+def comm_of(optimizer: ZeroRedundancyOptimizer | None) -> Comm:
+    """The ranks that save or load together."""
+    return optimizer._comm if optimizer is not None else connect(None)
+
+
+def prepare(
+    path: str | os.PathLike[str],
+    optimizer: ZeroRedundancyOptimizer | None,
+    model: torch.nn.Module | None,
+    extra: Any,
+    keep: int | None,
+) -> Job:
+    """Find out what is to be written where. Called on every rank."""
+    comm = comm_of(optimizer)
+    goal = Path(path).absolute()
+
+    def check() -> str:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep_last has to be at least 1, not {keep}: this save is kept too")
+        if optimizer is None and model is None and extra is None:
+            raise ValueError("there is nothing to save: give an optimizer, a model or extra")
+        return str(goal)
+
+    goals = together(comm, "saving a checkpoint", check)
+    if len(set(goals)) > 1:
+        raise ValueError(f"all ranks have to save to one path, but they were given {set(goals)}")
+    shelves = Shelves(comm)
+    contents = Contents(made_by=_made_by(comm))
+    if optimizer is not None:
+        optimizer._gather.land()
+        names, positional = names_of(optimizer, model)
+        held = [optimizer.plan.intervals(rank) for rank in range(comm.world_size)]
+        kept, tensors = survey(comm, optimizer.plan.specs, held, optimizer._local.states())
+        states = _place_state(shelves, names, held, kept, tensors, comm.group_rank)
+
+    def describe() -> None:
+        nonlocal contents
+        if optimizer is not None:
+            optimizer._local.push_options()
+            saved = _saved_optimizer(shelves, optimizer, names, positional, kept, states)
+            contents = replace(contents, optimizer=saved)
+        if model is not None:
+            contents = replace(contents, model=_saved_model(shelves, unwrapped(model)))
+        if extra is not None:
+            contents = replace(contents, extra=shelves.tree("extra", extra))
+
+    together(comm, "saving a checkpoint", describe)
+    texts = {}
+    if comm.group_rank == 0:
+        texts[CONTENTS] = to_json(contents)
+        if contents.model is not None and comm.world_size > 1:
+            texts[HF_INDEX] = _hf_index(contents.model)
+    return Job(goal, shelves.own, texts, keep)
+
+
+def write_out(comm: Comm, job: Job) -> Path:
+    """Write, and make it a checkpoint. Called on every rank.
+
+    Raises:
+        OSError: if a file could not be written; on every rank something is raised, and nothing is
+            left behind.
+    """
+    staging: Staging | None = None
+    what = f"saving to {job.goal}"
+
+    def begin() -> str | None:
+        nonlocal staging
+        if comm.group_rank == 0:
+            staging = Staging(job.goal)
+            return str(staging.path)
+        return None
+
+    def write_own() -> list[list[Any]]:
+        written = []
+        for name, tensors in job.files.items():
+            metadata = {"format": "pt"} if name.startswith("model") else None
+            digest = write(folder / name, tensors, metadata)
+            written.append([name, digest.nbytes, digest.sha256])
+        return written
+
+    def commit() -> None:
+        if staging is not None:
+            files = {name: Digest(*rest) for rank in everything for name, *rest in rank}
+            for name, text in job.texts.items():
+                files[name] = write_text(folder / name, text)
+            staging.commit(files)
+            if job.keep is not None:
+                keep_last(job.goal.parent, job.keep)
+
+    try:
+        folder = Path(str(together(comm, what, begin)[0]))
+        everything = together(comm, what, write_own)
+        together(comm, what, commit)
+    finally:
+        if staging is not None:
+            staging.discard()
+    return job.goal
+
+
+class Shelves:
+    """Which tensor goes into which file; this rank's are kept, the others' only named.
+
+    Attributes:
+        own: this rank's files, with the tensors in each.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self.own: dict[str, dict[str, torch.Tensor]] = {}
+
+    def put(
+        self, kind: str, group_rank: int, key: str, box: Box, tensor: torch.Tensor | None
+    ) -> Chunk:
+        """Note where a chunk goes, and keep it if it is this rank's to write."""
+        world_size = self._comm.world_size
+        alone = world_size == 1 or kind == "extra"
+        number = "" if alone else f"-{group_rank + 1:05}-of-{world_size:05}"
+        file = f"{kind}{number}.safetensors"
+        if group_rank == self._comm.group_rank:
+            assert tensor is not None
+            self.own.setdefault(file, {})[key] = tensor
+        return Chunk(file, key, box)
+
+    def tree(self, name: str, value: Any) -> Tree:
+        """A value that rank 0 writes for all."""
+        try:
+            node, tensors = encode(value, name)
+        except TypeError as error:
+            raise TypeError(
+                f"{error}; a checkpoint holds tensors, numbers, text, lists and dicts"
+            ) from None
+        stored = {}
+        for number, (leaf, tensor) in enumerate(zip(leaves(node), tensors, strict=True)):
+            if leaf.data is None:
+                box = Box.whole(leaf.shape)
+                chunk = self.put("extra", 0, f"{name}.{number}:{leaf.path}", box, tensor)
+                stored[number] = Stored(leaf.dtype, leaf.shape, (chunk,))
+        return Tree(node, stored)
+
+
+def _place_state(
+    shelves: Shelves,
+    names: Sequence[str],
+    held: Sequence[Holding],
+    kept: Mapping[int, Kept],
+    tensors: Mapping[int, Sequence[torch.Tensor]],
+    group_rank: int,
+) -> dict[int, Tree]:
+    """Put every tensor of the state on the shelf of the rank that holds it."""
+    holders: dict[int, list[int]] = {}
+    for rank, holding in enumerate(held):
+        for param in holding:
+            holders.setdefault(param, []).append(rank)
+    states: dict[int, Tree] = {}
+    for param, found in kept.items():
+        spec = found.spec
+        stored: dict[int, Stored] = {}
+        for number, leaf in enumerate(found.leaves):
+            divided = found.shared and found.per_element[number]
+            if leaf.data is not None and not divided:
+                continue
+            chunks = []
+            # What belongs to the whole parameter is the same on all that hold a part of it.
+            for rank in holders[param] if divided else holders[param][:1]:
+                here = held[rank][param]
+                whole = [(here, Box.whole(leaf.shape))]
+                for stretch, box in boxes(here, spec.shape, spec.stride) if divided else whole:
+                    tensor = tensors[param][number] if rank == group_rank else None
+                    if tensor is not None and divided:
+                        tensor = tensor.as_strided(
+                            box.sizes,
+                            spec.stride,
+                            tensor.storage_offset() + stretch.start - here.start,
+                        )
+                    key = f"{param}.{number}:{names[param]}:{leaf.path}@{list(box.offsets)}"
+                    chunks.append(shelves.put("optimizer", rank, key, box, tensor))
+            shape = spec.shape if divided else leaf.shape
+            stored[number] = Stored(leaf.dtype, shape, tuple(chunks))
+        states[param] = Tree(_described_whole(found, stored), stored)
+    return states
+
+
+def _described_whole(found: Kept, stored: Mapping[int, Stored]) -> Node:
+    """The structure of a parameter's state as if one rank held all of it."""
+
+    def leaf(number: int, node: Node) -> Node:
+        if number not in stored:
+            return node
+        kind, dtype, shape, stride, on_cpu, _ = node
+        if found.shared and found.per_element[number]:
+            shape, stride = list(found.spec.shape), list(found.spec.stride)
+        return [kind, dtype, shape, stride, on_cpu, None]
+
+    return with_leaves(found.node, leaf)
+
+
+def _saved_optimizer(
+    shelves: Shelves,
+    optimizer: ZeroRedundancyOptimizer,
+    names: Sequence[str],
+    positional: bool,
+    kept: Mapping[int, Kept],
+    states: Mapping[int, Tree],
+) -> SavedOptimizer:
+    params = [
+        SavedParam(
+            names[index],
+            spec.shape,
+            spec.dtype,
+            spec.trainable,
+            states.get(index),
+            tuple(kept[index].per_element) if index in kept else (),
+        )
+        for index, spec in enumerate(optimizer.plan.specs)
+    ]
+    groups = []
+    start = 0
+    for number, group in enumerate(optimizer.param_groups):
+        stop = start + len(group["params"])
+        options = {
+            key: value for key, value in group.items() if key not in ("params", "param_names")
+        }
+        for key in _unsaveable(options):
+            warnings.warn(
+                f"option {key!r} of parameter group {number} is a {type(options[key]).__name__}, "
+                "which a checkpoint cannot hold; it is left out and keeps its value on load",
+                stacklevel=2,
+            )
+            del options[key]
+        groups.append((tuple(names[start:stop]), shelves.tree(f"group {number}", options)))
+        start = stop
+    loose = shelves.tree("state", optimizer._local.loose_state())
+    kind = kind_of(optimizer)
+    return SavedOptimizer(kind, positional, optimizer._stepped, tuple(params), tuple(groups), loose)
+
+
+def kind_of(optimizer: ZeroRedundancyOptimizer) -> str:
+    """The class of the local optimizer, by name."""
+    cls = type(optimizer.optim)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _unsaveable(options: Mapping[str, Any]) -> list[str]:
+    """The options that are code, not data."""
+    found = []
+    for key, value in options.items():
+        try:
+            encode(value)
+        except TypeError:
+            found.append(key)
+    return found
+
+
+def _saved_model(shelves: Shelves, model: torch.nn.Module) -> SavedModel:
+    """Deal the model's tensors, which every rank has, to the ranks to be written."""
+    found, aliases, rest = model_tensors(model)
+    shared = {name for name, _ in model.named_buffers()}
+    world_size = shelves._comm.world_size
+    tensors = {}
+    for name, rank in deal(found, shared, world_size).items():
+        tensor = found[name]
+        box = Box.whole(tensor.shape)
+        chunk = shelves.put("model", rank, name, box, tensor)
+        tensors[name] = Stored(tensor.dtype, tuple(tensor.shape), (chunk,))
+    return SavedModel(tensors, aliases, shelves.tree("model", rest))
+
+
+def model_tensors(
+    model: torch.nn.Module,
+) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any]]:
+    """A model's tensors by name, further names of the same tensors, and what else it keeps.
+
+    Raises:
+        TypeError: for a tensor that is not plain.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    rest: dict[str, Any] = {}
+    places: dict[Any, str] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            rest[name] = value
+            continue
+        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_meta:
+            raise TypeError(
+                f"model tensor {name!r} is a {type(value).__name__} ({value.layout}, on "
+                f"{value.device}); a checkpoint holds plain dense tensors"
+            )
+        place = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
+        if value.numel() and place in places:
+            aliases[name] = places[place]
+        else:
+            places[place] = name
+            tensors[name] = value
+    return tensors, aliases, rest
+
+
+def deal(
+    tensors: Mapping[str, torch.Tensor], from_first: set[str], world_size: int
+) -> dict[str, int]:
+    """Which rank sees to which tensor, so that all have about equally many bytes.
+
+    Args:
+        tensors: what every rank has.
+        from_first: those that ranks may have in their own versions; rank 0's counts.
+        world_size: number of ranks.
+    """
+    loads = [(0, rank) for rank in range(world_size)]
+    owner = {}
+    for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):
+        if name in from_first:
+            owner[name] = 0
+            continue
+        load, rank = loads[0]
+        owner[name] = rank
+        heapq.heapreplace(loads, (load + tensors[name].nbytes, rank))
+    return {name: owner[name] for name in tensors}
+
+
+def _hf_index(model: SavedModel) -> str:
+    """The index that Hugging Face's loaders look for beside several files of weights."""
+    total = sum(stored.nbytes for stored in model.tensors.values())
+    where = {name: stored.chunks[0].file for name, stored in model.tensors.items()}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
+
+
+def _made_by(comm: Comm) -> dict[str, Any]:
+    from shardstep import __version__
+
+    return {
+        "shardstep": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "world_size": comm.world_size,
+    }

@@ -1,0 +1,53 @@
+"""What parameters are called in a checkpoint, whatever wrapper the model is in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardstep.attach import names_in
+
+if TYPE_CHECKING:
+    from shardstep.optimizer import ZeroRedundancyOptimizer
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The user's own module inside of DDP and torch.compile."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(original := getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = original
+        else:
+            return model
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    name = name.replace("_orig_mod.", "")
+    return name.removeprefix("module.")
+
+
+def names_of(
+    optimizer: ZeroRedundancyOptimizer, model: torch.nn.Module | None
+) -> tuple[list[str], bool]:
+    """The names of an optimizer's parameters, and whether they are numbers only.
+
+    A name that the model knows counts before one that the optimizer was given; a parameter that
+    neither has a name for is called by its number.
+    """
+    in_model = names_in(unwrapped(model)) if model is not None else {}
+    names = []
+    numbered = 0
+    for index, (param, spec) in enumerate(
+        zip(optimizer._params, optimizer.plan.specs, strict=True)
+    ):
+        names.append(in_model.get(id(param)) or canonical(spec.name))
+        numbered += names[-1] == f"param {index}"
+    if len(set(names)) != len(names):
+        # Names from two models that are trained together: only their places tell them apart.
+        return [f"param {index}" for index in range(len(names))], True
+    return names, numbered == len(names)
