@@ -21,10 +21,11 @@ from shardstep.attach import broadcast
 from shardstep.buffers import flat
 from shardstep.checkpoint.contents import SavedModel, SavedOptimizer, SavedParam, Stored
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.job import comm_of, deal, kind_of, model_tensors
+from shardstep.checkpoint.job import comm_of, kind_of, model_tensors
 from shardstep.checkpoint.names import names_of, unwrapped
 from shardstep.checkpoint.plain import install
 from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.shelves import deal
 from shardstep.checkpoint.tree import Leaf
 from shardstep.comm import Comm
 from shardstep.plan import Box, Interval, ParamSpec, boxes
