@@ -1,8 +1,9 @@
 """Checkpoints that load anywhere, are complete or not there, and run no code.
 
-Reading order: `tree` (state as text and tensors), `exchange` and `plain` (state between ranks, and
-in plain state dicts); `safetensors`, `folder` and `contents` (a file, a folder of files, what is in
-them); `job` and `save`, `read` and `load`, `offline`.
+Reading order: `limits` (what may be claimed) and `tree` (state as text and tensors), `exchange` and
+`plain` (state between ranks, and in plain state dicts); `safetensors`, `folder` and `contents` (a
+file, a folder of files, what is in them); `names`, `shelves`, `job` and `save`; `read`, `match` and
+`load`; `offline`.
 """
 
 from shardstep.checkpoint.errors import CheckpointError
