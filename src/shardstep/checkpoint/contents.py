@@ -336,8 +336,8 @@ class Reader:
 
     def _model(self, said: Any) -> SavedModel:
         tensors = {name: self._stored(each) for name, each in said["tensors"].items()}
-        aliases = dict(said["aliases"])
-        if not all(other in tensors for other in aliases.values()):
+        aliases = said["aliases"]
+        if not isinstance(aliases, dict) or not all(other in tensors for other in aliases.values()):
             raise self._bad("a name of the model stands for a tensor that is not there")
         return SavedModel(tensors, aliases, self._dict(said["rest"]))
 

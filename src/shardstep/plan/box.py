@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from shardstep.plan.interval import Interval
 
-MAX_COMPARED = 1_000_000
+COMPARED_PER_BOX = 16
+"""A box of a grid has as many beside it, along the dimension that tells most apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def overlap(found: Sequence[Box]) -> tuple[Box, Box] | None:
         start = box.offsets[along]
         reaching = [each for each in reaching if each.offsets[along] + each.sizes[along] > start]
         compared += len(reaching)
-        if compared > MAX_COMPARED:
+        if compared > COMPARED_PER_BOX * (len(filled) + 100):
             raise ValueError(
                 f"{len(filled):,} boxes of one tensor are cut too wildly to be checked"
             )
