@@ -1,4 +1,4 @@
-"""Checkpoints of state on a CUDA device: written from there, loaded to there, and across devices."""
+"""Checkpoints of state on a CUDA device: written from there, loaded to there, and elsewhere."""
 
 from __future__ import annotations
 
