@@ -311,13 +311,14 @@ class _BucketStepper:
         zero = self._zero
         for piece, tensor in zero._shard:
             if piece.param in grads:
-                tensor.grad = part_of(grads[piece.param], piece, zero._params[piece.param])
+                param = zero._params[piece.param]
+                tensor.grad = part_of(grads[piece.param], piece, param, tensor.dtype)
         before = _counts(zero.optim)
         zero.optim.step()
         self._counting = self._counting or _counts(zero.optim) != before
         for _, tensor in zero._shard:
             tensor.grad = None
-        zero._shard.settle()
+        zero._shard.settle(grads)
         complete = []
         for number, missing in enumerate(self._missing):
             if missing and not missing.difference(grads):
@@ -333,6 +334,7 @@ class _BucketStepper:
             self._step_next()
         self._begun = False
         zero = self._zero
+        zero._shard.end()
         zero._gather.launch([number for number, missing in enumerate(self._missing) if missing])
         zero._local.publish_options()
         if not zero._stepped_in_backward:

@@ -75,6 +75,32 @@ def load_share(
         _restore_dtypes(local, state)
 
 
+def masters_in(
+    state_dict: Mapping[str, Any], groups: Groups, plan: ShardPlan, group_rank: int
+) -> dict[int, torch.Tensor]:
+    """What a full state dict has of the masters of `group_rank`'s pieces, by parameter.
+
+    Raises:
+        ValueError: if it does not fit; found on every rank alike.
+    """
+    index_of = _match(state_dict["param_groups"], groups)
+    held = plan.intervals(group_rank)
+    share: dict[int, torch.Tensor] = {}
+    for identifier, master in state_dict.get("masters", {}).items():
+        index = index_of.get(identifier)
+        if index is None:
+            raise ValueError(f"there is a master for {identifier!r}, which is in no group")
+        spec = plan.specs[index]
+        if master.shape != spec.shape:
+            raise ValueError(
+                f"the master of parameter {spec.name!r} has shape {tuple(master.shape)}, but the "
+                f"parameter has shape {spec.shape}; this state dict belongs to another model"
+            )
+        if index in held:
+            share[index] = _take(master, held[index], spec)
+    return share
+
+
 def _match(saved: Groups, groups: Groups) -> dict[Any, int]:
     """Which parameter each identifier in the saved groups stands for: matched by position."""
     ours, theirs = ([len(group["params"]) for group in each] for each in (groups, saved))
