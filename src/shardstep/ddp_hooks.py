@@ -58,6 +58,7 @@ def hook_with_zero_step(
         ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
     """
     _check(ddp, zero)
+    _check_wire(zero)
     zero._gather_ahead_of(ddp.module)
 
     def reduce_then_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -97,6 +98,7 @@ def hook_with_zero_step_interleaved(
         ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
     """
     _check(ddp, zero)
+    _check_wire(zero)
     _check_dense(ddp)
     zero._gather_ahead_of(ddp.module)
     stepper = _BucketStepper(zero)
@@ -190,6 +192,14 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
                 f"parameter {name!r} of the DDP module trains but DDP was told to leave it out of "
                 "its buckets, so no hook would see its gradient; freeze it or let DDP have it"
             )
+
+
+def _check_wire(zero: ZeroRedundancyOptimizer) -> None:
+    if zero._precision.reduce_dtype is not None:
+        raise ValueError(
+            f"reduce_dtype={zero._precision.reduce_dtype} has no effect here: the communication "
+            "hook that is wrapped says in which dtype gradients travel; use register(ddp, zero)"
+        )
 
 
 def _check_dense(ddp: DistributedDataParallel) -> None:

@@ -607,16 +607,31 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             parameter: the parameter or its name.
         """
         index = self._index(parameter)
+        return dict(self._whole(index, self._local.states()) or {})
+
+    def full_master(self, parameter: torch.Tensor | str) -> torch.Tensor | None:
+        """The whole master of one parameter, on every rank; None if it has none.
+
+        Called on every rank, with the same parameter.
+
+        Args:
+            parameter: the parameter or its name.
+        """
+        master: torch.Tensor | None = self._whole(self._index(parameter), self._masters())
+        return master
+
+    def _whole(self, index: int, held: Mapping[int, Any]) -> Any:
+        """What the ranks hold of one parameter, put together on every rank; None if nothing."""
         everything = {index: Interval(0, self._plan.specs[index].numel)}
-        states = move_state(
+        moved = move_state(
             self._comm,
             self._plan.specs,
             held=[self._plan.intervals(rank) for rank in range(self.world_size)],
             wanted=[everything] * self.world_size,
-            states={i: state for i, state in self._local.states().items() if i == index},
+            states={i: state for i, state in held.items() if i == index},
             device=lambda i, leaf: _beside(self._params[i], leaf),
         )
-        return dict(states.get(index, {}))
+        return moved.get(index)
 
     def _index(self, parameter: torch.Tensor | str) -> int:
         for index, (param, spec) in enumerate(zip(self._params, self._plan.specs, strict=True)):
