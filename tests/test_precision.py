@@ -462,6 +462,40 @@ def test_without_masters_in_it_they_are_made_from_the_parameters() -> None:
         assert torch.equal(moment, plain.state[param]["exp_avg"].float())
 
 
+class _Foreign(optim.Optimizer):
+    """Not one of torch's: part of its state has the parameter's dtype, part is fp32 whatever."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                state = self.state[param]
+                state.setdefault("sum", torch.zeros_like(param)).add_(param.grad)
+                state.setdefault("wide", torch.zeros(param.shape)).add_(param.grad)
+                param.data.sub_(state["sum"], alpha=self.param_groups[0]["lr"])
+
+
+def test_state_of_a_foreign_class_becomes_the_masters_where_it_was_the_parameters() -> None:
+    params = make_params([(70, 3), (5,)], dtypes=(BF16,), frozen=())
+    plain = _Foreign(params)
+    set_gradients(params, 1, missing=False)
+    plain.step()
+    opt = ZeroRedundancyOptimizer(params, _Foreign, precision=MASTERS)
+    opt.load_state_dict(plain.state_dict())
+    for param in params:
+        assert opt.state[param]["sum"].dtype == FP32
+        assert opt.state[param]["wide"].dtype == FP32
+        assert torch.equal(opt.state[param]["sum"], plain.state[param]["sum"].float())
+        assert torch.equal(opt.state[param]["wide"], plain.state[param]["wide"])
+    without = ZeroRedundancyOptimizer(params, _Foreign, precision=WITHOUT)
+    without.load_state_dict(plain.state_dict())
+    for param in params:
+        assert without.state[param]["sum"].dtype == BF16
+        assert without.state[param]["wide"].dtype == FP32
+
+
 @pytest.mark.parametrize(
     ("masters", "match"),
     [

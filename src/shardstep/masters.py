@@ -112,7 +112,7 @@ class _Laid:
 
     def _allocate(self, stretch: _Stretch) -> torch.Tensor:
         first = stretch.pieces[0].param
-        return torch.zeros(
+        return torch.empty(
             stretch.numel, dtype=self._dtypes[first], device=self._params[first].device
         )
 
@@ -254,37 +254,36 @@ class Copies(_Laid):
     ) -> None:
         super().__init__(pieces, params, dtypes)
         self._rounding = rounding
-        self._look()
+        self.repoint()
 
     def place(self, piece: Piece) -> torch.Tensor:
         """During a step, the copy; between steps, something of its form without memory."""
         if self._found[piece.param][0].wide is not None:
             return super().place(piece)
-        param = self._params[piece.param]
-        shape = param.shape if piece.entire else (piece.param_interval.numel,)
-        # Not a number: whoever takes it for the parameter is to notice.
-        nothing = torch.full((), torch.nan, dtype=self._dtypes[piece.param], device=param.device)
-        return nothing.expand(shape)
+        if piece.param not in self._nothing:
+            param = self._params[piece.param]
+            shape = param.shape if piece.entire else (piece.param_interval.numel,)
+            # Not a number: whoever takes it for the parameter is to notice.
+            nothing = torch.full(
+                (), torch.nan, dtype=self._dtypes[piece.param], device=param.device
+            )
+            self._nothing[piece.param] = nothing.expand(shape)
+        return self._nothing[piece.param]
 
     def repoint(self) -> None:
         """Follow the parameters."""
         self._look()
+        self._nothing: dict[int, torch.Tensor] = {}
 
     def begin(self) -> bool:
         """Copy the parameters' pieces."""
         self._rounding.step += 1
         for stretch in self._stretches:
             stretch.wide = self._allocate(stretch)
-            for piece in stretch.pieces:
-                self.place(piece).copy_(self._shaped(piece))
+            narrow = [self._narrow[piece.param] for piece in stretch.pieces]
+            wide = [flat(self.place(piece)) for piece in stretch.pieces]
+            torch._foreach_copy_(wide, narrow)
         return bool(self._stretches)
-
-    def _shaped(self, piece: Piece) -> torch.Tensor:
-        narrow = self._narrow[piece.param]
-        if not piece.entire:
-            return narrow
-        param = self._params[piece.param]
-        return narrow.as_strided(param.shape, param.stride())
 
     def settle(self, among: Container[int] | None = None) -> None:
         """Round at random; again in the same step gives the same."""
@@ -320,7 +319,7 @@ def _follow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     if wide.device.type == "cpu" and _same_bits(rounded, narrow):
         return
     bits = {2: torch.int16, 4: torch.int32}.get(narrow.itemsize, torch.uint8)
-    torch.where(rounded.view(bits) == narrow.view(bits), wide, narrow.to(wide.dtype), out=wide)
+    torch.where(rounded.view(bits) == narrow.view(bits), wide, narrow, out=wide)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -6,13 +6,14 @@ number and the element's place in it. Whoever owns an element rounds it alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
-CHUNK = 1 << 20
-"""How many elements are rounded at a time: what is computed on the way is several times as large
-as they are."""
+CHUNK = 1 << 15
+"""How many elements a CPU rounds at a time: what is computed on the way is several times as large
+as they are, and is to stay in its cache."""
+
+DEVICE_CHUNK = 1 << 22
+"""How many an accelerator does: enough to keep it busy, few enough to have room for."""
 
 _WORD = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -48,7 +49,9 @@ class StochasticRounding:
         key = 0
         for word in (self._seed, self.step, param):
             key = mixed((key + word + 1) * _GOLDEN % _WORD)
-        for start, stop in _chunks(source.numel()):
+        chunk = CHUNK if source.device.type == "cpu" else DEVICE_CHUNK
+        for start in range(0, source.numel(), chunk):
+            stop = min(start + chunk, source.numel())
             counter = torch.arange(offset + start, offset + stop, device=source.device)
             target[start:stop] = rounded(source[start:stop], target.dtype, fractions(counter, key))
 
@@ -73,10 +76,11 @@ def rounded(source: torch.Tensor, dtype: torch.dtype, fraction: torch.Tensor) ->
 
 def fractions(counter: torch.Tensor, key: int) -> torch.Tensor:
     """Numbers in [0, 1), multiples of 2**-24, that look random: one for each of `counter`."""
-    state = counter * _signed(_GOLDEN) + _signed(key)
+    state = (counter * _signed(_GOLDEN)).add_(_signed(key))
     for shift, factor in _MIX:
-        state = (state ^ _shifted(state, shift)) * _signed(factor)
-    return _shifted(state ^ _shifted(state, _LAST_SHIFT), 40).to(torch.float32) * 2.0**-24
+        state.bitwise_xor_(_shifted(state, shift)).mul_(_signed(factor))
+    state.bitwise_xor_(_shifted(state, _LAST_SHIFT))
+    return _shifted(state, 40).to(torch.float32).mul_(2.0**-24)
 
 
 def mixed(word: int) -> int:
@@ -88,13 +92,8 @@ def mixed(word: int) -> int:
 
 def _shifted(state: torch.Tensor, shift: int) -> torch.Tensor:
     """Shifted right with zeros coming in; torch's integers have a sign, which would come in."""
-    return (state >> shift) & ((1 << (64 - shift)) - 1)
+    return (state >> shift).bitwise_and_((1 << (64 - shift)) - 1)
 
 
 def _signed(word: int) -> int:
     return word - _WORD if word >= _WORD // 2 else word
-
-
-def _chunks(numel: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, numel, CHUNK):
-        yield start, min(start + CHUNK, numel)

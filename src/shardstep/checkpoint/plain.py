@@ -72,7 +72,7 @@ def load_share(
         local_groups.append(share)
     local.load_state_dict({"state": state, "param_groups": local_groups})
     if _casts_blindly(local):
-        _restore_dtypes(local, state)
+        _restore_dtypes(local, state, [plan.specs[index].dtype for index in sorted(held)])
 
 
 def masters_in(
@@ -146,21 +146,26 @@ def _casts_blindly(local: Optimizer) -> bool:
     return ours and not type(local).__module__.startswith("torch.optim")
 
 
-def _restore_dtypes(local: Optimizer, saved: Mapping[Any, Any]) -> None:
+def _restore_dtypes(
+    local: Optimizer, saved: Mapping[Any, Any], dtypes: Sequence[torch.dtype]
+) -> None:
     params = [param for group in local.param_groups for param in group["params"]]
-    for number, param in enumerate(params):
+    for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
         if number in saved:
-            local.state[param] = _recast(local.state[param], saved[number])
+            # What was in step with a 16-bit parameter is to be in step with its master now.
+            cast = dtype if param.dtype != dtype else None
+            local.state[param] = _recast(local.state[param], saved[number], cast)
 
 
-def _recast(loaded: Any, saved: Any) -> Any:
-    """`loaded`, where it is, with the values and dtypes of `saved`."""
+def _recast(loaded: Any, saved: Any, cast: torch.dtype | None) -> Any:
+    """`loaded`, where it is, with the values and dtypes of `saved`, but for what was `cast`."""
     if isinstance(saved, torch.Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+        as_loaded = loaded.dtype == saved.dtype or saved.dtype == cast
+        return loaded if as_loaded else saved.to(loaded.device)
     if isinstance(saved, Mapping):
-        return {key: _recast(loaded[key], item) for key, item in saved.items()}
+        return {key: _recast(loaded[key], item, cast) for key, item in saved.items()}
     if type(saved) in (list, tuple):
-        return type(saved)(_recast(a, b) for a, b in zip(loaded, saved, strict=True))
+        return type(saved)(_recast(a, b, cast) for a, b in zip(loaded, saved, strict=True))
     # The base class takes a string for an iterable of characters, and loads something else.
     return saved
 
