@@ -82,7 +82,7 @@ class SavedOptimizer:
     """The optimizer.
 
     Attributes:
-        kind: its class.
+        kind: its class; None if it is not known.
         positional: whether parameters have no names of their own, only numbers.
         stepped: whether it ever took a step.
         params: its parameters, in order.
@@ -90,7 +90,7 @@ class SavedOptimizer:
         loose: state that belongs to no parameter.
     """
 
-    kind: str
+    kind: str | None
     positional: bool
     stepped: bool
     params: tuple[SavedParam, ...]
@@ -262,7 +262,7 @@ class Reader:
                 raise self._bad("a group has a parameter that is not described")
             groups.append((tuple(listed), self._tree(options)))
         return SavedOptimizer(
-            str(said["class"]),
+            None if said["class"] is None else str(said["class"]),
             bool(said["positional"]),
             bool(said["stepped"]),
             params,

@@ -168,12 +168,13 @@ def left_overs(parent: Path) -> list[tuple[Path, bool]]:
     """The hidden folders of saves and removals in `parent`, each with whether one is under way."""
     found = []
     for folder in sorted(_hidden(parent)):
-        # A save that has just begun may not hold its lock yet, and must find it free.
-        young = time.time() - folder.lstat().st_mtime < 2
-        lock = None if young else _lock(folder)
-        if lock is not None:
-            os.close(lock)
-        found.append((folder, lock is None))
+        with contextlib.suppress(FileNotFoundError):
+            # A save that has just begun may not hold its lock yet, and must find it free.
+            young = time.time() - folder.lstat().st_mtime < 2
+            lock = None if young else _lock(folder)
+            if lock is not None:
+                os.close(lock)
+            found.append((folder, lock is None))
     return found
 
 
