@@ -20,7 +20,7 @@ from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.folder import Manifest, check, read_json
 from shardstep.checkpoint.safetensors import is_sizes
 from shardstep.checkpoint.tree import Node, dtype_named, leaves, name_of
-from shardstep.plan import Box
+from shardstep.plan import Box, overlap
 
 CONTENTS = "contents.json"
 
@@ -82,7 +82,7 @@ class SavedOptimizer:
     """The optimizer.
 
     Attributes:
-        kind: its class.
+        kind: its class; None if it is not known.
         positional: whether parameters have no names of their own, only numbers.
         stepped: whether it ever took a step.
         params: its parameters, in order.
@@ -90,7 +90,7 @@ class SavedOptimizer:
         loose: state that belongs to no parameter.
     """
 
-    kind: str
+    kind: str | None
     positional: bool
     stepped: bool
     params: tuple[SavedParam, ...]
@@ -262,7 +262,7 @@ class Reader:
                 raise self._bad("a group has a parameter that is not described")
             groups.append((tuple(listed), self._tree(options)))
         return SavedOptimizer(
-            str(said["class"]),
+            None if said["class"] is None else str(said["class"]),
             bool(said["positional"]),
             bool(said["stepped"]),
             params,
@@ -330,9 +330,10 @@ class Reader:
                 raise self._bad(f"chunk {key!r} reaches out of its tensor")
             chunks.append(Chunk(file, str(key), box))
         # Chunks that do not overlap and together have as many elements as the tensor are all of it.
-        # That they do not overlap is checked where they are read.
         if sum(chunk.box.numel for chunk in chunks) != math.prod(shape):
             raise self._bad("the chunks of a tensor are more or less than the tensor")
+        if overlap([chunk.box for chunk in chunks]) is not None:
+            raise self._bad(f"chunks of a tensor of shape {tuple(shape)} overlap")
         return Stored(dtype_named(said["dtype"]), tuple(shape), tuple(chunks))
 
     def _bad(self, what: str) -> CheckpointError:

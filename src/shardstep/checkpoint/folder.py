@@ -10,6 +10,7 @@ The file `checkpoint.json` lists all others with their lengths and digests, and 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -17,7 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ FORMAT = "shardstep checkpoint"
 VERSION = 1
 MANIFEST = "checkpoint.json"
 MAX_JSON_NBYTES = 128 * 2**20
+
+EXPORT = "export.pt"
+"""The name of a file for torch in the making, which is no file of a checkpoint."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(?:[.-][A-Za-z0-9_]+)*\.(?:safetensors|json)")
 _LEFT_OVER = re.compile(r"\..+\.(?:saving|removing)")
@@ -95,7 +99,7 @@ class Staging:
                 raise CheckpointError(
                     f"{self.path / name} is {nbytes:,} bytes long, not as written"
                 )
-        newest = max((saved_at(found) for found in checkpoints(self._goal.parent)), default=0)
+        newest = max((when for when, _ in _complete(self._goal.parent)), default=0)
         manifest = {
             "format": FORMAT,
             "version": VERSION,
@@ -107,12 +111,21 @@ class Staging:
             },
         }
         write_text(self.path / MANIFEST, json.dumps(manifest | {"digest": _digest(manifest)}))
+        self.publish()
+
+    def publish(self, name: str | None = None) -> None:
+        """Give the folder, or one file in it alone, the path that was asked for.
+
+        Args:
+            name: the file, if it is only one that was wanted.
+        """
         sync_folder(self.path)
         if os.path.lexists(self._goal):
             raise FileExistsError(f"{self._goal} came into being while it was saved to")
-        os.rename(self.path, self._goal)
+        os.rename(self.path if name is None else self.path / name, self._goal)
         sync_folder(self._goal.parent)
-        self._unlock()
+        if name is None:
+            self._unlock()
 
     def discard(self) -> None:
         """Give up: leave nothing behind. After `commit` there is nothing to give up."""
@@ -144,23 +157,46 @@ def _lock(folder: Path) -> int | None:
 
 def sweep(parent: Path) -> None:
     """Clear away what saves and removals that did not finish have left in `parent`."""
-    for folder in parent.glob(".*"):
-        if not _LEFT_OVER.fullmatch(folder.name) or not folder.is_dir() or folder.is_symlink():
-            continue
-        # Somebody else's folder with such a name has other things in it.
-        if not all(_PLAIN_NAME.fullmatch(entry.name) for entry in folder.iterdir()):
-            continue
+    for folder in _hidden(parent):
         lock = _lock(folder)
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
 
+def left_overs(parent: Path) -> list[tuple[Path, bool]]:
+    """The hidden folders of saves and removals in `parent`, each with whether one is under way."""
+    found = []
+    for folder in sorted(_hidden(parent)):
+        with contextlib.suppress(FileNotFoundError):
+            # A save that has just begun may not hold its lock yet, and must find it free.
+            young = time.time() - folder.lstat().st_mtime < 2
+            lock = None if young else _lock(folder)
+            if lock is not None:
+                os.close(lock)
+            found.append((folder, lock is None))
+    return found
+
+
+def _hidden(parent: Path) -> Iterator[Path]:
+    """The folders in `parent` that saves and removals work in."""
+    for folder in parent.glob(".*"):
+        if not _LEFT_OVER.fullmatch(folder.name) or not folder.is_dir() or folder.is_symlink():
+            continue
+        # Somebody else's folder with such a name has other things in it. One that another process
+        # is done with may be gone by now.
+        with contextlib.suppress(FileNotFoundError):
+            names = [entry.name for entry in folder.iterdir()]
+            if all(_PLAIN_NAME.fullmatch(name) or name == EXPORT for name in names):
+                yield folder
+
+
 def remove(path: Path) -> None:
     """Remove a checkpoint, in one step as far as anybody can see."""
     hidden = path.parent / f".{path.name}.removing"
     os.rename(path, hidden)
-    shutil.rmtree(hidden)
+    # Whoever sweeps here at this moment may be at it too; what stays is for the next.
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def keep_last(parent: Path, count: int) -> list[Path]:
@@ -173,6 +209,11 @@ def keep_last(parent: Path, count: int) -> list[Path]:
 
 def checkpoints(parent: Path) -> list[Path]:
     """The complete checkpoints in `parent`, oldest first."""
+    return [path for _, path in _complete(parent)]
+
+
+def _complete(parent: Path) -> list[tuple[int, Path]]:
+    """The same, each with the time that it was saved at."""
     found = []
     for path in parent.iterdir() if parent.is_dir() else ():
         if path.name.startswith(".") or not (path / MANIFEST).is_file():
@@ -183,7 +224,7 @@ def checkpoints(parent: Path) -> list[Path]:
             continue
         if all(_length(path / name) == each.nbytes for name, each in manifest.files.items()):
             found.append((manifest.saved_at, path))
-    return [path for _, path in sorted(found)]
+    return sorted(found)
 
 
 def _length(path: Path) -> int | None:
@@ -199,14 +240,15 @@ def latest(parent: str | os.PathLike[str]) -> Path | None:
     return found[-1] if found else None
 
 
-def saved_at(path: Path) -> int:
-    """When a checkpoint was saved, in nanoseconds since 1970; later ones have greater numbers."""
-    return read_manifest(path).saved_at
-
-
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """What a checkpoint consists of.
+
+    Attributes:
+        saved_at: when it was saved, in nanoseconds since 1970; later ones have greater numbers.
+        files: its files.
+        digest: of all of this.
+    """
 
     saved_at: int
     files: dict[str, Digest]

@@ -7,10 +7,7 @@ needs neither the optimizer nor the model any more: a background save runs it on
 
 from __future__ import annotations
 
-import heapq
-import json
 import os
-import platform
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,28 +18,25 @@ import torch
 
 from shardstep.agree import together
 from shardstep.checkpoint.contents import (
-    CONTENTS,
-    Chunk,
     Contents,
     SavedModel,
     SavedOptimizer,
     SavedParam,
     Stored,
     Tree,
-    to_json,
 )
 from shardstep.checkpoint.exchange import Kept, survey
 from shardstep.checkpoint.folder import Staging, keep_last, write_text
 from shardstep.checkpoint.names import names_of, unwrapped
-from shardstep.checkpoint.safetensors import Digest, write
-from shardstep.checkpoint.tree import Node, encode, leaves, with_leaves
+from shardstep.checkpoint.safetensors import Digest, Progress, Source, no_progress, write
+from shardstep.checkpoint.shelves import Shelves, deal, holders_of, made_by, state_key, texts_of
+from shardstep.checkpoint.tree import Node, encode, with_leaves
 from shardstep.comm import Comm, connect
 from shardstep.plan import Box, Holding, boxes
+from shardstep.probe import kind_named
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
-
-HF_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +51,7 @@ class Job:
     """
 
     goal: Path
-    files: dict[str, dict[str, torch.Tensor]]
+    files: dict[str, dict[str, Source]]
     texts: dict[str, str]
     keep: int | None
 
@@ -88,8 +82,8 @@ def prepare(
     goals = together(comm, "saving a checkpoint", check)
     if len(set(goals)) > 1:
         raise ValueError(f"all ranks have to save to one path, but they were given {set(goals)}")
-    shelves = Shelves(comm)
-    contents = Contents(made_by=_made_by(comm))
+    shelves = Shelves(comm.world_size, {comm.group_rank})
+    contents = Contents(made_by=made_by(comm.world_size))
     if optimizer is not None:
         optimizer._gather.land()
         names, positional = names_of(optimizer, model)
@@ -109,16 +103,16 @@ def prepare(
             contents = replace(contents, extra=shelves.tree("extra", extra))
 
     together(comm, "saving a checkpoint", describe)
-    texts = {}
-    if comm.group_rank == 0:
-        texts[CONTENTS] = to_json(contents)
-        if contents.model is not None and comm.world_size > 1:
-            texts[HF_INDEX] = _hf_index(contents.model)
-    return Job(goal, shelves.own, texts, keep)
+    return Job(goal, shelves.own, texts_of(contents) if comm.group_rank == 0 else {}, keep)
 
 
-def write_out(comm: Comm, job: Job) -> Path:
+def write_out(comm: Comm, job: Job, progress: Progress = no_progress) -> Path:
     """Write, and make it a checkpoint. Called on every rank.
+
+    Args:
+        comm: the ranks.
+        job: what this one has to write.
+        progress: told of the bytes that this rank has written.
 
     Raises:
         OSError: if a file could not be written; on every rank something is raised, and nothing is
@@ -138,7 +132,7 @@ def write_out(comm: Comm, job: Job) -> Path:
         written = []
         for name, tensors in job.files.items():
             metadata = {"format": "pt"} if name.startswith("model") else None
-            digest = write(folder / name, tensors, metadata)
+            digest = write(folder / name, tensors, metadata, progress)
             written.append([name, digest.nbytes, digest.sha256])
         return written
 
@@ -161,47 +155,6 @@ def write_out(comm: Comm, job: Job) -> Path:
     return job.goal
 
 
-class Shelves:
-    """Which tensor goes into which file; this rank's are kept, the others' only named.
-
-    Attributes:
-        own: this rank's files, with the tensors in each.
-    """
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self.own: dict[str, dict[str, torch.Tensor]] = {}
-
-    def put(
-        self, kind: str, group_rank: int, key: str, box: Box, tensor: torch.Tensor | None
-    ) -> Chunk:
-        """Note where a chunk goes, and keep it if it is this rank's to write."""
-        world_size = self._comm.world_size
-        alone = world_size == 1 or kind == "extra"
-        number = "" if alone else f"-{group_rank + 1:05}-of-{world_size:05}"
-        file = f"{kind}{number}.safetensors"
-        if group_rank == self._comm.group_rank:
-            assert tensor is not None
-            self.own.setdefault(file, {})[key] = tensor
-        return Chunk(file, key, box)
-
-    def tree(self, name: str, value: Any) -> Tree:
-        """A value that rank 0 writes for all."""
-        try:
-            node, tensors = encode(value, name)
-        except TypeError as error:
-            raise TypeError(
-                f"{error}; a checkpoint holds tensors, numbers, text, lists and dicts"
-            ) from None
-        stored = {}
-        for number, (leaf, tensor) in enumerate(zip(leaves(node), tensors, strict=True)):
-            if leaf.data is None:
-                box = Box.whole(leaf.shape)
-                chunk = self.put("extra", 0, f"{name}.{number}:{leaf.path}", box, tensor)
-                stored[number] = Stored(leaf.dtype, leaf.shape, (chunk,))
-        return Tree(node, stored)
-
-
 def _place_state(
     shelves: Shelves,
     names: Sequence[str],
@@ -211,10 +164,7 @@ def _place_state(
     group_rank: int,
 ) -> dict[int, Tree]:
     """Put every tensor of the state on the shelf of the rank that holds it."""
-    holders: dict[int, list[int]] = {}
-    for rank, holding in enumerate(held):
-        for param in holding:
-            holders.setdefault(param, []).append(rank)
+    holders = holders_of(held)
     states: dict[int, Tree] = {}
     for param, found in kept.items():
         spec = found.spec
@@ -236,7 +186,7 @@ def _place_state(
                             spec.stride,
                             tensor.storage_offset() + stretch.start - here.start,
                         )
-                    key = f"{param}.{number}:{names[param]}:{leaf.path}@{list(box.offsets)}"
+                    key = state_key(param, number, names[param], leaf, box)
                     chunks.append(shelves.put("optimizer", rank, key, box, tensor))
             shape = spec.shape if divided else leaf.shape
             stored[number] = Stored(leaf.dtype, shape, tuple(chunks))
@@ -281,27 +231,30 @@ def _saved_optimizer(
     start = 0
     for number, group in enumerate(optimizer.param_groups):
         stop = start + len(group["params"])
-        options = {
-            key: value for key, value in group.items() if key not in ("params", "param_names")
-        }
-        for key in _unsaveable(options):
-            warnings.warn(
-                f"option {key!r} of parameter group {number} is a {type(options[key]).__name__}, "
-                "which a checkpoint cannot hold; it is left out and keeps its value on load",
-                stacklevel=2,
-            )
-            del options[key]
-        groups.append((tuple(names[start:stop]), shelves.tree(f"group {number}", options)))
+        options = saved_options(shelves, number, group)
+        groups.append((tuple(names[start:stop]), options))
         start = stop
     loose = shelves.tree("state", optimizer._local.loose_state())
     kind = kind_of(optimizer)
     return SavedOptimizer(kind, positional, optimizer._stepped, tuple(params), tuple(groups), loose)
 
 
+def saved_options(shelves: Shelves, number: int, group: Mapping[str, Any]) -> Tree:
+    """The options of a parameter group, as far as they are data."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    for key in _unsaveable(options):
+        warnings.warn(
+            f"option {key!r} of parameter group {number} is a {type(options[key]).__name__}, "
+            "which a checkpoint cannot hold; it is left out and keeps its value on load",
+            stacklevel=3,
+        )
+        del options[key]
+    return shelves.tree(f"group {number}", options)
+
+
 def kind_of(optimizer: ZeroRedundancyOptimizer) -> str:
     """The class of the local optimizer, by name."""
-    cls = type(optimizer.optim)
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return kind_named(type(optimizer.optim))
 
 
 def _unsaveable(options: Mapping[str, Any]) -> list[str]:
@@ -319,9 +272,8 @@ def _saved_model(shelves: Shelves, model: torch.nn.Module) -> SavedModel:
     """Deal the model's tensors, which every rank has, to the ranks to be written."""
     found, aliases, rest = model_tensors(model)
     shared = {name for name, _ in model.named_buffers()}
-    world_size = shelves._comm.world_size
     tensors = {}
-    for name, rank in deal(found, shared, world_size).items():
+    for name, rank in deal(found, shared, shelves.world_size).items():
         tensor = found[name]
         box = Box.whole(tensor.shape)
         chunk = shelves.put("model", rank, name, box, tensor)
@@ -337,11 +289,18 @@ def model_tensors(
     Raises:
         TypeError: for a tensor that is not plain.
     """
+    return sort_out(model.state_dict())
+
+
+def sort_out(
+    state_dict: Mapping[str, Any],
+) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any]]:
+    """The same of a model's state dict."""
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     rest: dict[str, Any] = {}
     places: dict[Any, str] = {}
-    for name, value in model.state_dict().items():
+    for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
             rest[name] = value
             continue
@@ -357,43 +316,3 @@ def model_tensors(
             places[place] = name
             tensors[name] = value
     return tensors, aliases, rest
-
-
-def deal(
-    tensors: Mapping[str, torch.Tensor], from_first: set[str], world_size: int
-) -> dict[str, int]:
-    """Which rank sees to which tensor, so that all have about equally many bytes.
-
-    Args:
-        tensors: what every rank has.
-        from_first: those that ranks may have in their own versions; rank 0's counts.
-        world_size: number of ranks.
-    """
-    loads = [(0, rank) for rank in range(world_size)]
-    owner = {}
-    for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):
-        if name in from_first:
-            owner[name] = 0
-            continue
-        load, rank = loads[0]
-        owner[name] = rank
-        heapq.heapreplace(loads, (load + tensors[name].nbytes, rank))
-    return {name: owner[name] for name in tensors}
-
-
-def _hf_index(model: SavedModel) -> str:
-    """The index that Hugging Face's loaders look for beside several files of weights."""
-    total = sum(stored.nbytes for stored in model.tensors.values())
-    where = {name: stored.chunks[0].file for name, stored in model.tensors.items()}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
-
-
-def _made_by(comm: Comm) -> dict[str, Any]:
-    from shardstep import __version__
-
-    return {
-        "shardstep": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "world_size": comm.world_size,
-    }

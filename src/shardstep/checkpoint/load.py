@@ -21,10 +21,11 @@ from shardstep.attach import broadcast
 from shardstep.buffers import flat
 from shardstep.checkpoint.contents import SavedModel, SavedOptimizer, SavedParam, Stored
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.job import comm_of, deal, kind_of, model_tensors
+from shardstep.checkpoint.job import comm_of, kind_of, model_tensors
 from shardstep.checkpoint.names import names_of, unwrapped
 from shardstep.checkpoint.plain import install
 from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.shelves import deal
 from shardstep.checkpoint.tree import Leaf
 from shardstep.comm import Comm
 from shardstep.plan import Box, Interval, ParamSpec, boxes
@@ -164,7 +165,7 @@ class _Loading:
             )
 
     def _read_optimizer(self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer) -> None:
-        if self.strict and saved.kind != kind_of(optimizer):
+        if self.strict and saved.kind not in (None, kind_of(optimizer)):
             raise CheckpointError(
                 f"{self.checkpoint.path} was saved from {saved.kind}, but this optimizer is "
                 f"{kind_of(optimizer)}; pass strict=False if their state means the same"

@@ -1,7 +1,4 @@
-"""Checkpoints in one process, without a process group: as plain dicts, and cut anew.
-
-What is read here is read piece by piece; only what is asked for in full is held in full.
-"""
+"""Checkpoints in one process, without a process group: checked, and as plain state dicts."""
 
 from __future__ import annotations
 
@@ -9,11 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from shardstep.checkpoint.contents import SavedOptimizer
+from shardstep.checkpoint.contents import SavedModel, SavedOptimizer
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.safetensors import Stages, no_stages
 
 
 def state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -24,48 +20,100 @@ def state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Example:
         >>> plain = torch.optim.AdamW(model.parameters())  # doctest: +SKIP
-        >>> plain.load_state_dict(shardstep.checkpoint.state_dict("run/step-1000"))  # doctest: +SKIP
+        >>> saved = shardstep.checkpoint.state_dict("run/step-1000")  # doctest: +SKIP
+        >>> plain.load_state_dict(saved)  # doctest: +SKIP
     """
     with Checkpoint(Path(path)) as checkpoint:
-        saved = _optimizer(checkpoint)
-        state = {
-            number: checkpoint.value(param.state)
-            for number, param in enumerate(saved.params)
-            if param.state is not None
-        }
-        return {
-            "state": {**state, **checkpoint.value(saved.loose)},
-            "param_groups": plain_groups(checkpoint, saved),
-        }
-
-
-def plain_groups(checkpoint: Checkpoint, saved: SavedOptimizer) -> list[dict[str, Any]]:
-    """The groups as `torch.optim` keeps them, with numbers for parameters."""
-    number_of = {param.name: number for number, param in enumerate(saved.params)}
-    groups = []
-    for names, options in saved.groups:
-        group = {**checkpoint.value(options), "params": [number_of[name] for name in names]}
-        if not saved.positional:
-            group["param_names"] = list(names)
-        groups.append(group)
-    return groups
+        return optimizer_dict(checkpoint)
 
 
 def weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The model of a checkpoint as a plain state dict, on the CPU."""
     with Checkpoint(Path(path)) as checkpoint:
-        saved = checkpoint.contents.model
-        if saved is None:
-            raise CheckpointError(f"{checkpoint.path}: there is no model in it")
-        found: dict[str, Any] = {
-            name: checkpoint.whole(stored) for name, stored in saved.tensors.items()
-        }
-        found |= {name: found[other] for name, other in saved.aliases.items()}
-        return found | checkpoint.value(saved.rest)
+        return model_dict(checkpoint)
 
 
-def _optimizer(checkpoint: Checkpoint) -> SavedOptimizer:
-    saved = checkpoint.contents.optimizer
-    if saved is None:
+def verify(path: str | os.PathLike[str], *, stages: Stages = no_stages) -> tuple[int, int]:
+    """Make sure that a checkpoint is as it was written, and that everything in it can be found.
+
+    Args:
+        path: the checkpoint.
+        stages: told what is done.
+
+    Returns:
+        How many bytes and how many tensors there are in files.
+
+    Raises:
+        CheckpointError: naming the first file with which something is wrong.
+    """
+    with Checkpoint(Path(path)) as checkpoint:
+        nbytes = sum(digest.nbytes for digest in checkpoint.manifest.files.values())
+        checkpoint.verify(progress=stages("checking", nbytes))
+        checkpoint.check_chunks()
+        return nbytes, sum(1 for _ in checkpoint.contents.tensors())
+
+
+def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, Any]:
+    """The optimizer's state dict.
+
+    Args:
+        checkpoint: the checkpoint.
+        named: whether parameters are called by their names, as in the full state dicts of
+            `torch.distributed.checkpoint`, and not by numbers, as in those of `torch.optim`.
+
+    Raises:
+        CheckpointError: if there is no optimizer, or its parameters have no names.
+    """
+    saved = saved_optimizer(checkpoint)
+    if named and saved.positional:
+        raise CheckpointError(
+            f"{checkpoint.path}: its parameters have no names; save with model=, or construct the "
+            "optimizer from model.named_parameters()"
+        )
+    called = {param.name: param.name if named else n for n, param in enumerate(saved.params)}
+    state = {
+        called[param.name]: checkpoint.value(param.state)
+        for param in saved.params
+        if param.state is not None
+    }
+    groups = []
+    for names, options in saved.groups:
+        group = {**checkpoint.value(options), "params": [called[name] for name in names]}
+        if not saved.positional and not named:
+            group["param_names"] = list(names)
+        groups.append(group)
+    return {"state": {**state, **checkpoint.value(saved.loose)}, "param_groups": groups}
+
+
+def model_dict(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The model's state dict; names of one tensor have one tensor.
+
+    Raises:
+        CheckpointError: if there is no model.
+    """
+    saved = saved_model(checkpoint)
+    found = {name: checkpoint.whole(stored) for name, stored in saved.tensors.items()}
+    found |= {name: found[other] for name, other in saved.aliases.items()}
+    return {**found, **checkpoint.value(saved.rest)}
+
+
+def saved_optimizer(checkpoint: Checkpoint) -> SavedOptimizer:
+    """The optimizer that is in a checkpoint.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    if checkpoint.contents.optimizer is None:
         raise CheckpointError(f"{checkpoint.path}: there is no optimizer in it")
-    return saved
+    return checkpoint.contents.optimizer
+
+
+def saved_model(checkpoint: Checkpoint) -> SavedModel:
+    """The model that is in a checkpoint.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    if checkpoint.contents.model is None:
+        raise CheckpointError(f"{checkpoint.path}: there is no model in it")
+    return checkpoint.contents.model

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from shardstep.checkpoint.contents import Contents, Stored, Tree, read_contents
+from shardstep.checkpoint.contents import Chunk, Contents, Stored, Tree, read_contents
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.folder import Manifest, check, read_manifest
-from shardstep.checkpoint.safetensors import File, Progress, no_progress
+from shardstep.checkpoint.safetensors import File, Progress, form_of, no_progress
 from shardstep.checkpoint.tree import Leaf, decode
-from shardstep.plan import Box
+from shardstep.plan import Box, contiguous
+
+
+class Room(Protocol):
+    """Makes the memory for a tensor that is read in full, on the CPU."""
+
+    def __call__(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A dense tensor of this form, with anything in it."""
+
+
+def on_cpu(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Ordinary memory."""
+    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
 
 
 class Checkpoint:
@@ -23,6 +36,7 @@ class Checkpoint:
 
     Args:
         path: the folder.
+        room: given shape, stride and dtype, makes the memory for a tensor that is read in full.
 
     Attributes:
         path: the folder.
@@ -34,8 +48,9 @@ class Checkpoint:
             files with tensors are looked at by `verify`, and as they are read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, room: Room = on_cpu) -> None:
         self.path = path
+        self._room = room
         self.manifest: Manifest = read_manifest(path)
         self.contents: Contents = read_contents(path, self.manifest)
         self._files: dict[str, File] = {}
@@ -57,6 +72,30 @@ class Checkpoint:
         for name in sorted(self.manifest.files) if names is None else names:
             check(self.path, name, self.manifest.files[name], progress)
 
+    def check_chunks(self) -> None:
+        """Make sure that every chunk is in its file, in the form that the contents say.
+
+        Reads the headers of the files alone. That chunks make up their tensors without gaps is
+        known since the contents were read.
+
+        Raises:
+            CheckpointError: naming the first that is not.
+        """
+        for what, stored in self.contents.tensors():
+            for chunk in stored.chunks:
+                entry = self._file(chunk.file).entries.get(chunk.key)
+                if entry is None:
+                    raise CheckpointError(
+                        f"{self.path / chunk.file}: {what} should have its chunk {chunk.key!r} "
+                        "there, and it has not; the file belongs to another checkpoint"
+                    )
+                if (entry.dtype, entry.shape) != form_of(stored.dtype, chunk.box.sizes):
+                    raise CheckpointError(
+                        f"{self.path / chunk.file}: chunk {chunk.key!r} of {what} is {entry.dtype} "
+                        f"of shape {entry.shape} there, but should be {stored.dtype} of shape "
+                        f"{chunk.box.sizes}; the file belongs to another checkpoint"
+                    )
+
     def read(self, stored: Stored, box: Box, target: torch.Tensor) -> None:
         """Copy a box of a tensor to `target`, which has the box's shape, and any dtype and device.
 
@@ -77,7 +116,7 @@ class Checkpoint:
 
     def whole(self, stored: Stored) -> torch.Tensor:
         """All of a tensor, on the CPU."""
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        tensor = self._room(stored.shape, contiguous(stored.shape), stored.dtype)
         self.read(stored, Box.whole(stored.shape), tensor)
         return tensor
 
@@ -101,10 +140,9 @@ class Checkpoint:
 
     def leaf(self, tree: Tree, number: int, leaf: Leaf) -> torch.Tensor:
         """One tensor of a value, in full, on the CPU."""
-        cpu = torch.device("cpu")
         if number not in tree.stored:
-            return leaf.empty(cpu)
-        made = leaf.empty(cpu)
+            return leaf.empty(torch.device("cpu"))
+        made = self._room(leaf.shape, leaf.stride, leaf.dtype)
         self.read(tree.stored[number], Box.whole(leaf.shape), made)
         return made
 
@@ -114,30 +152,14 @@ class Checkpoint:
         return self._files[name]
 
 
-def _overlaps(stored: Stored, box: Box) -> list[tuple[Any, Box, Box]]:
+def _overlaps(stored: Stored, box: Box) -> list[tuple[Chunk, Box, Box]]:
     """Which chunks have parts of `box`: each with the part as seen in the chunk and in the box."""
     if len(stored.chunks) == 1 and stored.chunks[0].box == box:
         whole = Box.whole(box.sizes)
         return [(stored.chunks[0], whole, whole)]
-    if not math.prod(box.sizes):
-        return []
-    # Imported here: it takes half a second, and not everybody loads a checkpoint.
-    from torch.distributed.checkpoint import metadata
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-    def chunk(box: Box) -> metadata.ChunkStorageMetadata:
-        return metadata.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-
-    saved = metadata.TensorStorageMetadata(
-        metadata.TensorProperties(dtype=stored.dtype),
-        torch.Size(stored.shape),
-        [chunk(each.box) for each in stored.chunks],
-    )
-    return [
-        (
-            stored.chunks[item.storage_index.index or 0],
-            Box(tuple(item.storage_offsets), tuple(item.lengths)),
-            Box(tuple(item.dest_offsets), tuple(item.lengths)),
-        )
-        for item in create_read_items_for_chunk_list("", saved, [chunk(box)])
-    ]
+    found = []
+    for chunk in stored.chunks:
+        common = chunk.box.intersect(box)
+        if common is not None:
+            found.append((chunk, common.within(chunk.box), common.within(box)))
+    return found

@@ -22,13 +22,16 @@ from typing import Any
 import torch
 
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.plan import Box
+from shardstep.plan import Box, Interval, boxes, contiguous
 
 CHUNK_NBYTES = 16 * 2**20
 MAX_HEADER_NBYTES = 100 * 2**20
 
 Progress = Callable[[int], None]
 """Told how many more bytes were read or written."""
+
+Stages = Callable[[str, int], Progress]
+"""Told what is about to be done and with how many bytes; returns who is told how far it is."""
 
 _NAMES = {
     torch.float64: "F64",
@@ -58,8 +61,41 @@ class Digest:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A tensor that is nowhere in memory: parts of it are read as they are written.
+
+    Attributes:
+        dtype, shape: its form.
+        read: copies a box of it into a contiguous tensor of the box's shape, on the CPU.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[Box, torch.Tensor], None]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Source = torch.Tensor | Streamed
+"""What can be written to a file."""
+
+
 def no_progress(nbytes: int) -> None:
     """Tell nobody."""
+
+
+def no_stages(what: str, nbytes: int) -> Progress:
+    """Tell nobody."""
+    return no_progress
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -67,9 +103,16 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+def form_of(dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """How a file describes such a tensor: as it is, or as bytes if it has no name for the dtype."""
+    if dtype in _NAMES:
+        return dtype, tuple(shape)
+    return torch.uint8, (math.prod(shape) * dtype.itemsize,)
+
+
 def write(
     path: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Source],
     metadata: Mapping[str, str] | None = None,
     progress: Progress = no_progress,
 ) -> Digest:
@@ -93,10 +136,10 @@ def write(
     end = 0
     for name in order:
         tensor = tensors[name]
-        known = tensor.dtype in _NAMES
+        dtype, shape = form_of(tensor.dtype, tensor.shape)
         header[name] = {
-            "dtype": _NAMES[tensor.dtype] if known else "U8",
-            "shape": list(tensor.shape) if known else [tensor.nbytes],
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
             "data_offsets": [end, end + tensor.nbytes],
         }
         end += tensor.nbytes
@@ -125,12 +168,27 @@ def write(
     return Digest(total, digest.hexdigest())
 
 
-def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _chunks(tensor: Source) -> Iterator[torch.Tensor]:
     """The bytes of a tensor in C order, as contiguous pieces on the CPU."""
+    if isinstance(tensor, Streamed):
+        yield from _stretches(tensor)
+        return
     tensor = tensor.detach().resolve_conj().resolve_neg()
     flat = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.view(-1)
     for start in range(0, flat.nbytes, CHUNK_NBYTES):
         yield flat[start : start + CHUNK_NBYTES].cpu()
+
+
+def _stretches(source: Streamed) -> Iterator[torch.Tensor]:
+    """The elements of a tensor that is yet to be read, each stretch in the memory of the last."""
+    total = math.prod(source.shape)
+    at_once = max(1, CHUNK_NBYTES // source.itemsize)
+    buffer = torch.empty(min(total, at_once), dtype=source.dtype)
+    for start in range(0, total, at_once):
+        interval = Interval(start, min(total, start + at_once))
+        for stretch, box in boxes(interval, source.shape, contiguous(source.shape)):
+            source.read(box, buffer[stretch.shift(-start).slice].view(box.sizes))
+        yield buffer[: interval.numel]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardstep.checkpoint.job import Job, comm_of, prepare, write_out
+from shardstep.checkpoint.safetensors import Source
 from shardstep.comm import Comm
 
 if TYPE_CHECKING:
@@ -93,24 +94,31 @@ class _Desk:
 
     def copied(self, job: Job) -> Job:
         """The same job on a copy of its tensors, in memory that is kept for the next one."""
-        tensors = [tensor for file in job.files.values() for tensor in file.values()]
+        tensors = [_tensor(source) for file in job.files.values() for source in file.values()]
         total = sum(_room(tensor) for tensor in tensors)
         on_device = any(tensor.device.type != "cpu" for tensor in tensors)
         if self.memory is None or self.memory.numel() < total:
             self.memory = None  # not both at once
             self.memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_device)
-        files: dict[str, dict[str, torch.Tensor]] = {}
+        files: dict[str, dict[str, Source]] = {}
         start = 0
         for name, file in job.files.items():
             files[name] = {}
-            for key, tensor in file.items():
+            for key, source in file.items():
+                tensor = _tensor(source)
                 place = self.memory[start : start + tensor.nbytes].view(tensor.dtype)
-                files[name][key] = place.view(tensor.shape)
-                files[name][key].copy_(tensor.detach(), non_blocking=True)
+                files[name][key] = place.view(tensor.shape).copy_(
+                    tensor.detach(), non_blocking=True
+                )
                 start += _room(tensor)
         for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
             torch.get_device_module(device).current_stream(device).synchronize()
         return replace(job, files=files)
+
+
+def _tensor(source: Source) -> torch.Tensor:
+    assert isinstance(source, torch.Tensor)  # what is saved from memory is in memory
+    return source
 
 
 def _room(tensor: torch.Tensor) -> int:

@@ -1,11 +1,11 @@
 """Planning: integers and dtypes only, no tensor data, no process group."""
 
-from shardstep.plan.box import Box, boxes
+from shardstep.plan.box import Box, boxes, overlap
 from shardstep.plan.estimate import Share, share
 from shardstep.plan.interval import Interval
 from shardstep.plan.placement import ALIGNMENT, Bucket, Layout, Piece, Slot
 from shardstep.plan.plan import ShardPlan
-from shardstep.plan.spec import ParamSpec
+from shardstep.plan.spec import ParamSpec, contiguous
 from shardstep.plan.transfer import Copy, Holding, transfers
 
 __all__ = [
@@ -22,6 +22,8 @@ __all__ = [
     "Share",
     "Slot",
     "boxes",
+    "contiguous",
+    "overlap",
     "share",
     "transfers",
 ]

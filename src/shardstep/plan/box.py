@@ -43,6 +43,11 @@ class Box:
         offsets = tuple(own - base for own, base in zip(self.offsets, outer.offsets, strict=True))
         return Box(offsets, self.sizes)
 
+    def out_of(self, outer: Box) -> Box:
+        """The box that `within(outer)` makes this one of."""
+        offsets = tuple(own + base for own, base in zip(self.offsets, outer.offsets, strict=True))
+        return Box(offsets, self.sizes)
+
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether it lies inside of a tensor of this shape."""
         return len(self.offsets) == len(self.sizes) == len(shape) and all(
@@ -52,6 +57,33 @@ class Box:
 
     def _stops(self) -> Iterator[int]:
         return (start + size for start, size in zip(self.offsets, self.sizes, strict=True))
+
+
+def overlap(found: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two of these boxes of one tensor that have an element in common, if there are any.
+
+    Example:
+        >>> overlap([Box((0,), (3,)), Box((3,), (2,)), Box((4,), (1,))])
+        (Box(offsets=(3,), sizes=(2,)), Box(offsets=(4,), sizes=(1,)))
+    """
+    filled = [box for box in found if box.numel]
+    if len(filled) < 2:
+        return None
+    if not filled[0].offsets:
+        return filled[0], filled[1]
+    # Along the dimension that tells most of them apart, so that few are open at a time: a thousand
+    # ranks' chunks are not compared each with each.
+    dims = range(len(filled[0].offsets))
+    along = max(dims, key=lambda dim: len({box.offsets[dim] for box in filled}))
+    reaching: list[Box] = []
+    for box in sorted(filled, key=lambda box: box.offsets[along]):
+        start = box.offsets[along]
+        reaching = [each for each in reaching if each.offsets[along] + each.sizes[along] > start]
+        for other in reaching:
+            if box.intersect(other) is not None:
+                return other, box
+        reaching.append(box)
+    return None
 
 
 def boxes(

@@ -45,7 +45,7 @@ class ParamSpec:
     def __str__(self) -> str:
         state = "" if self.trainable else ", frozen"
         dtype = str(self.dtype).removeprefix("torch.")
-        stride = "" if self.stride == _contiguous(self.shape) else f", stride {self.stride}"
+        stride = "" if self.stride == contiguous(self.shape) else f", stride {self.stride}"
         return (
             f"{self.name!r} (shape {self.shape}, {dtype}, {self.device}{stride}, "
             f"group {self.group}{state})"
@@ -54,10 +54,11 @@ class ParamSpec:
     @staticmethod
     def of(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> ParamSpec:
         """A contiguous, trainable parameter of group 0 on the CPU: what a plan on paper needs."""
-        return ParamSpec(name, shape, _contiguous(shape), dtype, "cpu#0", 0)
+        return ParamSpec(name, shape, contiguous(shape), dtype, "cpu#0", 0)
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor of this shape in C order."""
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
