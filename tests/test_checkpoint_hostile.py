@@ -535,7 +535,7 @@ def in_contents() -> Iterator[tuple[str, Damage, str]]:
     for value in ("scale", None, 3, [], "other", ""):
         yield edits(f"name {value!r}", put(param, "name", value))
     for name in ("params", "groups", "loose", "class", "positional", "stepped"):
-        for value in (None, 3, [], {}, "x", [[]], [None], {"a": 1}):
+        for value in (3, [], {}, "x", [[]], [None], {"a": 1}):
             named = "checkpoint" if (name, value) == ("class", "x") else CONTENTS
             yield edits(f"{name} {value!r}", put(lambda s: s["optimizer"], name, value), named)
         yield edits(f"no {name}", lambda s, n=name: s["optimizer"].pop(n) and None)

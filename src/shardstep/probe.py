@@ -27,6 +27,11 @@ ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
 """Classes whose update of an element depends on that element's history alone."""
 
 
+def kind_named(cls: type) -> str:
+    """The name by which a class is known where there is only text."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def layout_for(optimizer_class: Any, world_size: int) -> Layout:
     """The layout in which sharding `optimizer_class` changes no number.
 

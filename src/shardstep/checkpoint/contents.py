@@ -83,7 +83,7 @@ class SavedOptimizer:
     """The optimizer.
 
     Attributes:
-        kind: its class.
+        kind: its class; None if it is not known.
         positional: whether parameters have no names of their own, only numbers.
         stepped: whether it ever took a step.
         params: its parameters, in order.
@@ -91,7 +91,7 @@ class SavedOptimizer:
         loose: state that belongs to no parameter.
     """
 
-    kind: str
+    kind: str | None
     positional: bool
     stepped: bool
     params: tuple[SavedParam, ...]
@@ -280,7 +280,7 @@ class Reader:
             groups.append((tuple(listed), self._dict(options, {"params", "param_names"})))
         if grouped != [param.name for param in params] or len(set(grouped)) != len(grouped):
             raise self._bad("its groups are not made up of its parameters, each of them once")
-        if not isinstance(said["class"], str):
+        if not isinstance(said["class"], str | None):
             raise self._bad("the class of the optimizer is not a name")
         return SavedOptimizer(
             said["class"],

@@ -10,6 +10,7 @@ The file `checkpoint.json` lists all others with their lengths and digests, and 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -45,6 +46,9 @@ MAX_TIME = 2**62
 
 SWEEP_SECONDS = 0.5
 """How long another save's sweep may keep its hands on a folder that was made this moment."""
+
+EXPORT = "export.pt"
+"""The name of a file for torch in the making, which is no file of a checkpoint."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(?:[.-][A-Za-z0-9_]+)*\.(?:safetensors|json)")
 _LEFT_OVER = re.compile(r"\..+\.(?:saving|removing)")
@@ -128,17 +132,26 @@ class Staging:
             },
         }
         write_text(self.path / MANIFEST, json.dumps(manifest | {"digest": _digest(manifest)}))
+        self.publish()
+
+    def publish(self, name: str | None = None) -> None:
+        """Give the folder, or one file in it alone, the path that was asked for.
+
+        Args:
+            name: the file, if it is only one that was wanted.
+        """
         sync_folder(self.path)
         if os.path.lexists(self._goal):
             raise FileExistsError(f"{self._goal} came into being while it was saved to")
-        os.rename(self.path, self._goal)
+        os.rename(self.path if name is None else self.path / name, self._goal)
         try:
             sync_folder(self._goal.parent)
         except OSError:
             # Whether it is on the disk is not known, and it is going to be called failed.
-            os.rename(self._goal, self.path)
+            os.rename(self._goal, self.path if name is None else self.path / name)
             raise
-        self._unlock()
+        if name is None:
+            self._unlock()
 
     def discard(self) -> None:
         """Give up: leave nothing behind. After `commit` there is nothing to give up."""
@@ -176,17 +189,39 @@ def _lock(folder: Path, where_unsupported: bool = False) -> int | None:
 
 def sweep(parent: Path) -> None:
     """Clear away what saves and removals that did not finish have left in `parent`."""
-    for folder in map(Path, _entries(parent) or ()):
-        if not _LEFT_OVER.fullmatch(folder.name) or folder.is_symlink():
-            continue
-        # Somebody else's folder with such a name has other things in it, and cannot be looked into.
-        within = _entries(folder)
-        if within is None or not all(_PLAIN_NAME.fullmatch(entry.name) for entry in within):
-            continue
+    for folder in _hidden(parent):
         lock = _lock(folder)
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
+
+
+def left_overs(parent: Path) -> list[tuple[Path, bool]]:
+    """The hidden folders of saves and removals in `parent`, each with whether one is under way."""
+    found = []
+    for folder in sorted(_hidden(parent)):
+        with contextlib.suppress(FileNotFoundError):
+            # A save that has just begun may not hold its lock yet, and must find it free.
+            young = time.time() - folder.lstat().st_mtime < 2
+            lock = None if young else _lock(folder)
+            if lock is not None:
+                os.close(lock)
+            found.append((folder, lock is None))
+    return found
+
+
+def _hidden(parent: Path) -> Iterator[Path]:
+    """The folders in `parent` that saves and removals work in."""
+    for folder in map(Path, _entries(parent) or ()):
+        if not _LEFT_OVER.fullmatch(folder.name) or folder.is_symlink():
+            continue
+        # Somebody else's folder with such a name has other things in it, or cannot be looked into.
+        # One that another process is done with may be gone by now.
+        within = _entries(folder)
+        if within is not None and all(
+            _PLAIN_NAME.fullmatch(entry.name) or entry.name == EXPORT for entry in within
+        ):
+            yield folder
 
 
 def remove(path: Path) -> None:

@@ -34,6 +34,7 @@ from shardstep.checkpoint.shelves import Shelves, deal, holders_of, made_by, sta
 from shardstep.checkpoint.tree import Node, encode, with_leaves
 from shardstep.comm import Comm, connect
 from shardstep.plan import Box, Holding, boxes
+from shardstep.probe import kind_named
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -289,8 +290,7 @@ def saved_options(shelves: Shelves, number: int, group: Mapping[str, Any]) -> Tr
 
 def kind_of(optimizer: ZeroRedundancyOptimizer) -> str:
     """The class of the local optimizer, by name."""
-    cls = type(optimizer.optim)
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return kind_named(type(optimizer.optim))
 
 
 def _unsaveable(options: Mapping[str, Any]) -> list[str]:

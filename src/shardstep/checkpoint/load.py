@@ -262,7 +262,8 @@ class _Loading:
             groups.append({**mine, **options, "params": list(range(first, last))})
             first = last
         state = {numbers[index]: value for index, value in {**states, **self.states}.items()}
-        install(local, {**state, **self.loose}, groups)
+        dtypes = [optimizer.plan.specs[index].dtype for index in sorted(numbers)]
+        install(local, {**state, **self.loose}, groups, dtypes)
 
     def _put_weights(self) -> None:
         """Copy what this rank has read to where it belongs, and send it to the others."""

@@ -92,7 +92,7 @@ class Match:
         return hashlib.sha256(repr([self.weights, self.strict]).encode()).hexdigest()
 
     def _match_optimizer(self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer) -> None:
-        if self.strict and saved.kind != kind_of(optimizer):
+        if self.strict and saved.kind not in (None, kind_of(optimizer)):
             raise CheckpointError(
                 f"{self.checkpoint.path} was saved from {saved.kind}, but this optimizer is "
                 f"{kind_of(optimizer)}; pass strict=False if their state means the same"

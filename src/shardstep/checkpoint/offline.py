@@ -1,4 +1,4 @@
-"""Checkpoints in one process, without a process group: as the plain dicts that torch knows."""
+"""Checkpoints in one process, without a process group: checked, and as plain state dicts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from shardstep.checkpoint.contents import SavedModel, SavedOptimizer
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.safetensors import Stages, no_stages
 
 
 def state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -30,6 +31,26 @@ def weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The model of a checkpoint as a plain state dict, on the CPU."""
     with Checkpoint(Path(path)) as checkpoint:
         return model_dict(checkpoint)
+
+
+def verify(path: str | os.PathLike[str], *, stages: Stages = no_stages) -> tuple[int, int]:
+    """Make sure that a checkpoint is as it was written, and that everything in it can be found.
+
+    Args:
+        path: the checkpoint.
+        stages: told what is done.
+
+    Returns:
+        How many bytes and how many tensors there are in files.
+
+    Raises:
+        CheckpointError: naming the first file with which something is wrong.
+    """
+    with Checkpoint(Path(path)) as checkpoint:
+        nbytes = sum(digest.nbytes for digest in checkpoint.manifest.files.values())
+        checkpoint.verify(progress=stages("checking", nbytes))
+        checkpoint.check_chunks()
+        return nbytes, sum(1 for _ in checkpoint.contents.tensors())
 
 
 def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from shardstep import __version__
+from shardstep.cli import checkpoint
 from shardstep.cli.demo import demo
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 
 app.command()(demo)
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _print_version(wanted: bool) -> None:

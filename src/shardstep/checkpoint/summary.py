@@ -1,0 +1,211 @@
+"""What there is to know about a checkpoint, or a folder of them, without reading a tensor."""
+
+from __future__ import annotations
+
+import math
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardstep.checkpoint.contents import SavedModel, SavedOptimizer, Tree
+from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.folder import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    Manifest,
+    checkpoints,
+    left_overs,
+    read_manifest,
+)
+from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.tree import Node, leaves, name_of, with_leaves
+
+
+def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str, Any]:
+    """What is in a checkpoint, as JSON can hold it.
+
+    Args:
+        path: the checkpoint.
+        tensors: whether to list every tensor and where it lies.
+
+    Raises:
+        CheckpointError: if it is not a checkpoint, or its lists are damaged.
+    """
+    with Checkpoint(Path(path)) as checkpoint:
+        contents, manifest = checkpoint.contents, checkpoint.manifest
+        said: dict[str, Any] = {
+            "path": str(path),
+            "format": FORMAT,
+            "version": VERSION,
+            "saved_at": _time(manifest),
+            "made_by": contents.made_by,
+            "nbytes": _nbytes(manifest),
+            "files": {name: digest.nbytes for name, digest in sorted(manifest.files.items())},
+            "optimizer": None,
+            "model": None,
+            "extra": None,
+        }
+        if contents.optimizer is not None:
+            said["optimizer"] = _optimizer(checkpoint, contents.optimizer)
+        if contents.model is not None:
+            said["model"] = _model(contents.model)
+        if contents.extra is not None:
+            said["extra"] = {
+                "nbytes": _tree_nbytes(contents.extra),
+                "value": _shown(checkpoint, contents.extra),
+            }
+        if tensors:
+            said["tensors"] = [
+                {
+                    "name": name,
+                    "dtype": name_of(stored.dtype),
+                    "shape": list(stored.shape),
+                    "nbytes": stored.nbytes,
+                    "chunks": [
+                        {
+                            "file": chunk.file,
+                            "key": chunk.key,
+                            "offsets": list(chunk.box.offsets),
+                            "sizes": list(chunk.box.sizes),
+                        }
+                        for chunk in stored.chunks
+                    ],
+                }
+                for name, stored in contents.tensors()
+            ]
+        return said
+
+
+def listing(parent: str | os.PathLike[str]) -> dict[str, Any]:
+    """The checkpoints in a folder, oldest first, and what else saves have left there.
+
+    Raises:
+        CheckpointError: if there are none, and nothing that could have become one.
+    """
+    folder = Path(parent)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; a checkpoint is one")
+    complete = checkpoints(folder)
+    entries = []
+    damaged = [
+        {"path": str(path), "why": _why(path)}
+        for path in sorted(folder.iterdir())
+        if not path.name.startswith(".") and (path / MANIFEST).exists() and path not in complete
+    ]
+    for path in complete:
+        try:
+            with Checkpoint(path) as checkpoint:
+                entries.append(
+                    {
+                        "path": str(path),
+                        "saved_at": _time(checkpoint.manifest),
+                        "nbytes": _nbytes(checkpoint.manifest),
+                        "made_by": checkpoint.contents.made_by,
+                        "newest": path == complete[-1],
+                    }
+                )
+        except CheckpointError as error:
+            damaged.append({"path": str(path), "why": str(error)})
+    unfinished = [
+        {"path": str(path), "under_way": under_way} for path, under_way in left_overs(folder)
+    ]
+    if not (entries or damaged or unfinished):
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST} and no checkpoints in it: it is not a checkpoint, or one "
+            "that was never completed"
+        )
+    return {
+        "path": str(parent),
+        "checkpoints": entries,
+        "damaged": damaged,
+        "unfinished": unfinished,
+    }
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether this is meant to be a checkpoint, and not a folder of them."""
+    return os.path.lexists(Path(path) / MANIFEST)
+
+
+def _why(path: Path) -> str:
+    """What is wrong with a checkpoint that does not count as complete."""
+    try:
+        files = read_manifest(path).files
+    except CheckpointError as error:
+        return str(error)
+    wrong = [
+        name
+        for name, digest in sorted(files.items())
+        if not (path / name).is_file() or (path / name).stat().st_size != digest.nbytes
+    ]
+    return f"missing or of another length: {', '.join(wrong)}"
+
+
+def _time(manifest: Manifest) -> str:
+    try:
+        when = datetime.fromtimestamp(manifest.saved_at / 1e9, UTC)
+    except (ValueError, OverflowError, OSError):
+        return f"{manifest.saved_at} ns"
+    return when.astimezone().isoformat(timespec="seconds")
+
+
+def _nbytes(manifest: Manifest) -> int:
+    return sum(digest.nbytes for digest in manifest.files.values())
+
+
+def _optimizer(checkpoint: Checkpoint, saved: SavedOptimizer) -> dict[str, Any]:
+    numel = {param.name: math.prod(param.shape) for param in saved.params}
+    return {
+        "class": saved.kind,
+        "stepped": saved.stepped,
+        "named": not saved.positional,
+        "parameters": len(saved.params),
+        "trainable": sum(param.trainable for param in saved.params),
+        "elements": sum(numel.values()),
+        "state_nbytes": sum(
+            _tree_nbytes(tree)
+            for tree in (*(param.state for param in saved.params), saved.loose)
+            if tree is not None
+        ),
+        "without_state": [param.name for param in saved.params if param.state is None],
+        "groups": [
+            {
+                "parameters": len(names),
+                "elements": sum(numel[name] for name in names),
+                "options": _shown(checkpoint, options),
+            }
+            for names, options in saved.groups
+        ],
+    }
+
+
+def _model(saved: SavedModel) -> dict[str, Any]:
+    return {
+        "tensors": len(saved.tensors),
+        "elements": sum(math.prod(stored.shape) for stored in saved.tensors.values()),
+        "nbytes": sum(stored.nbytes for stored in saved.tensors.values()),
+        "dtypes": sorted({name_of(stored.dtype) for stored in saved.tensors.values()}),
+        "aliases": saved.aliases,
+    }
+
+
+def _tree_nbytes(tree: Tree) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves(tree.node))
+
+
+def _shown(checkpoint: Checkpoint, tree: Tree) -> Any:
+    """A value with numbers for tensors of one element, and descriptions for others."""
+    found = leaves(tree.node)
+
+    def describe(number: int, node: Node) -> Node:
+        leaf = found[number]
+        if leaf.data is not None and math.prod(leaf.shape) == 1:
+            value = leaf.empty(torch.device("cpu")).item()
+            return ["value", value if isinstance(value, (bool, int, float)) else str(value)]
+        return ["value", f"tensor, {name_of(leaf.dtype)} {list(leaf.shape)}"]
+
+    return checkpoint.value(Tree(with_leaves(tree.node, describe), {}))

@@ -1,0 +1,245 @@
+"""The commands `shardstep checkpoint ...`."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shardstep import checkpoint as ckpt
+from shardstep.checkpoint.export import parse_nbytes
+from shardstep.report.bytes import ByteProgress
+from shardstep.report.checkpoint import listing_report, printable, size, summary_report
+
+app = typer.Typer(
+    help="Look at checkpoints, check them, cut them anew, take them to other programs and back.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+Source = Annotated[Path, typer.Argument(metavar="PATH", help="The checkpoint.")]
+NoVerify = Annotated[
+    bool, typer.Option("--no-verify", help="Do not compare files with their digests first.")
+]
+
+
+class Layout(StrEnum):
+    """How parameters are cut."""
+
+    sliced = "sliced"
+    whole = "whole"
+
+
+class Form(StrEnum):
+    """What to export to."""
+
+    torch = "torch"
+    torch_named = "torch-named"
+    safetensors = "safetensors"
+
+
+@contextmanager
+def _spoken() -> Iterator[ByteProgress]:
+    """Bars on stderr while it goes well; one line there and exit code 1 when it does not."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            with ByteProgress(Console(stderr=True)) as progress:
+                yield progress
+        except (ckpt.CheckpointError, OSError, ValueError, RuntimeError, MemoryError) as error:
+            said = printable(" ".join(str(error).split())) or type(error).__name__
+            typer.echo(f"error: {said}", err=True)
+            raise typer.Exit(1) from None
+    for warning in caught:
+        if issubclass(warning.category, UserWarning):
+            typer.echo(f"note: {printable(warning.message)}", err=True)
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of checkpoints.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="List every tensor and the files it lies in.")
+    ] = False,
+) -> None:
+    """Show what is in a checkpoint, or which checkpoints are in a folder.
+
+    Of a checkpoint: when and by what it was saved, the optimizer's class, groups and options, sizes
+    and files. Of a folder: its complete checkpoints, oldest first, and what saves that did not
+    finish have left. Reads no tensors, and takes no longer for large checkpoints.
+    """
+    with _spoken():
+        if ckpt.is_checkpoint(path):
+            said = ckpt.summary(path, tensors=tensors)
+            report = summary_report(said)
+        else:
+            said = ckpt.listing(path)
+            report = listing_report(said)
+        if as_json:
+            typer.echo(json.dumps(said, indent=2))
+        else:
+            console = Console()
+            if not console.is_terminal:
+                console = Console(width=160)
+            console.print(report)
+
+
+@app.command()
+def verify(path: Source) -> None:
+    """Make sure that a checkpoint is as it was written.
+
+    Compares every file with its digest, finds every chunk of every tensor in its file, and makes
+    sure that chunks make up their tensors without gaps or overlaps. Exits with 1 and names the file
+    if something is wrong.
+    """
+    with _spoken() as progress:
+        nbytes, num_tensors = ckpt.verify(path, stages=progress.stage)
+    typer.echo(f"OK: {printable(path)} is complete, {num_tensors:,} tensors, {size(nbytes)}")
+
+
+@app.command()
+def reshard(
+    path: Source,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    ranks: Annotated[int, typer.Option(min=1, help="For how many ranks to cut it.")],
+    layout: Annotated[
+        Layout | None,
+        typer.Option(
+            help="In which layout. [default: the one that the optimizer's class has by default]",
+            show_default=False,
+        ),
+    ] = None,
+    no_verify: NoVerify = False,
+) -> None:
+    """Cut a checkpoint anew, as another number of ranks would have written it.
+
+    A checkpoint loads at any world size as it is. Cut for the ranks that load it, each reads one
+    file; cut for one rank, its model is a single `model.safetensors`. Takes about 40 MB of memory
+    beyond the lists of tensors, whatever the size. The result counts as saved now: in a folder with
+    others it is the newest.
+    """
+    with _spoken() as progress:
+        made = ckpt.reshard(
+            path,
+            out,
+            ranks,
+            None if layout is None else layout.value,
+            verify=not no_verify,
+            stages=progress.stage,
+        )
+    typer.echo(f"wrote {printable(made)}")
+
+
+@app.command()
+def export(
+    path: Source,
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="The file to make; for safetensors, the folder."),
+    ],
+    to: Annotated[Form, typer.Option("--to", help="The format.")] = Form.torch,
+    model_only: Annotated[
+        bool, typer.Option("--model-only", help="The model's state dict alone.")
+    ] = False,
+    optimizer_only: Annotated[
+        bool, typer.Option("--optimizer-only", help="The optimizer's state dict alone.")
+    ] = False,
+    max_shard_size: Annotated[
+        str, typer.Option(help="For safetensors: how large a file may grow.")
+    ] = "5GB",
+    no_verify: NoVerify = False,
+) -> None:
+    """Write a checkpoint in another program's format.
+
+    **torch**: a file for `torch.load(..., weights_only=True)` with a dict of `model`, `optimizer`
+    (the plain `torch.optim` state dict) and `extra`, as far as there are; with `--model-only` or
+    `--optimizer-only` that state dict itself.
+
+    **torch-named**: the same with optimizer state keyed by parameter names, as
+    `torch.distributed.checkpoint` and FSDP2 have it in full state dicts.
+
+    **safetensors**: the model's weights, as Hugging Face's libraries read them.
+
+    Memory: 40 MB for safetensors. For torch, that of the largest tensor, and a temporary file of
+    the size of all tensors beside OUT.
+    """
+    if model_only and optimizer_only:
+        raise typer.BadParameter("--model-only and --optimizer-only exclude each other")
+    try:
+        nbytes = parse_nbytes(max_shard_size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--max-shard-size") from None
+    with _spoken() as progress:
+        made = ckpt.export(
+            path,
+            out,
+            to.value,
+            part="model" if model_only else "optimizer" if optimizer_only else "all",
+            max_shard_nbytes=nbytes,
+            verify=not no_verify,
+            stages=progress.stage,
+        )
+    typer.echo(f"wrote {printable(made)}")
+
+
+@app.command(name="import")
+def import_(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A file of torch.save, or safetensors: a file or a folder."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint to make.")],
+    model_key: Annotated[
+        str | None,
+        typer.Option(help="Where the model's state dict is, if not under a usual key."),
+    ] = None,
+    optimizer_key: Annotated[
+        str | None,
+        typer.Option(help="Where the optimizer's state dict is, if not under a usual key."),
+    ] = None,
+    optimizer_class: Annotated[
+        str | None,
+        typer.Option(
+            help="The optimizer's class, such as AdamW or some.module.Lion, to be compared on load."
+        ),
+    ] = None,
+    names: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TEXT",
+            help="A file with the names of the optimizer's parameters, one per line, in the order "
+            "of its groups, if its state dict has none.",
+        ),
+    ] = None,
+) -> None:
+    """Make a checkpoint of another program's file, for `shardstep.checkpoint.load`.
+
+    Takes what `torch.save` wrote: `{"model": ..., "optimizer": ...}`, an optimizer's state dict
+    alone (of `torch.optim`, or as consolidated by torch's ZeroRedundancyOptimizer, or keyed by
+    parameter names as FSDP2 gives it in full), or a model's. Takes weights in safetensors too.
+    Nothing is unpickled but tensors and plain values. What wrappers put into names (`module.`,
+    `_orig_mod.`) is taken out. Without names, parameters are matched by their places on load.
+    """
+    with _spoken() as progress:
+        made = ckpt.import_file(
+            file,
+            out,
+            model_key=model_key,
+            optimizer_key=optimizer_key,
+            names=None if names is None else names.read_text().splitlines(),
+            optimizer_class=optimizer_class,
+            stages=progress.stage,
+        )
+    typer.echo(f"wrote {printable(made)}")
