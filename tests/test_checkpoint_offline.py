@@ -606,9 +606,7 @@ def test_scalars_and_empty_tensors_are_imported(tmp_path: Path) -> None:
     opt.step()
     path = ckpt.import_state_dict(tmp_path / "made", opt.state_dict())
     assert equal(ckpt.state_dict(path)["state"], opt.state_dict()["state"])
-    assert equal(
-        ckpt.state_dict(ckpt.reshard(path, tmp_path / "cut", 2)), ckpt.state_dict(path)
-    )
+    assert equal(ckpt.state_dict(ckpt.reshard(path, tmp_path / "cut", 2)), ckpt.state_dict(path))
 
 
 # -------------------------------------------------------------------------------------- verify
