@@ -721,14 +721,14 @@ def test_a_save_goes_on_when_another_s_folder_is_gone_at_a_second_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".other.saving").mkdir()
-    iterdir = Path.iterdir
+    scandir = os.scandir
 
-    def gone(self: Path) -> Any:
-        if self.name == ".other.saving":
-            os.rename(self, tmp_path / "other")
-        return iterdir(self)
+    def gone(path: Any) -> Any:
+        if Path(path).name == ".other.saving":
+            os.rename(path, tmp_path / "other")
+        return scandir(path)
 
-    monkeypatch.setattr(Path, "iterdir", gone)
+    monkeypatch.setattr(os, "scandir", gone)
     ckpt.save(tmp_path / "mine", extra=1)
     assert sorted(os.listdir(tmp_path)) == ["mine", "other"]
 

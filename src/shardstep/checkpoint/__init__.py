@@ -1,9 +1,10 @@
 """Checkpoints that load anywhere, are complete or not there, and run no code.
 
-Reading order: `tree` (state as text and tensors), `exchange` and `plain` (state between ranks, and
-in plain state dicts); `safetensors`, `folder` and `contents` (a file, a folder of files, what is in
-them); `shelves`, `job` and `save`, `read` and `load`. Without ranks: `offline` (plain dicts),
-`summary`, `reshard`, `export` and `scratch`, `importing` and `foreign`.
+Reading order: `limits` (what may be claimed) and `tree` (state as text and tensors), `exchange` and
+`plain` (state between ranks, and in plain state dicts); `safetensors`, `folder` and `contents` (a
+file, a folder of files, what is in them); `names`, `shelves`, `job` and `save`; `read`, `match` and
+`load`. Without ranks: `offline` (plain dicts), `summary`, `reshard`, `export` and `scratch`,
+`importing` and `foreign`.
 """
 
 from shardstep.checkpoint.errors import CheckpointError

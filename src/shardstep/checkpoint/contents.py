@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import torch
 
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.folder import Manifest, check, read_json
-from shardstep.checkpoint.safetensors import is_sizes
+from shardstep.checkpoint.limits import is_counts, is_sizes
+from shardstep.checkpoint.safetensors import MAX_HEADER_NBYTES, Digest
 from shardstep.checkpoint.tree import Node, dtype_named, leaves, name_of
 from shardstep.plan import Box, overlap
 
@@ -223,20 +224,23 @@ class Reader:
         files: the files that tensors may lie in.
     """
 
-    def __init__(self, path: Path, files: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, files: Mapping[str, Digest]) -> None:
         self._path = path
         self._files = files
+        self._claimed: dict[str, dict[str, int]] = {}
 
     def contents(self, said: Any) -> Contents:
         """All of it."""
         try:
             optimizer, model, extra = (said.get(key) for key in ("optimizer", "model", "extra"))
-            return Contents(
+            contents = Contents(
                 None if optimizer is None else self._optimizer(optimizer),
                 None if model is None else self._model(model),
                 None if extra is None else self._tree(extra),
                 dict(said.get("made_by", {})),
             )
+            self._check_files()
+            return contents
         except CheckpointError:
             raise
         except (
@@ -247,59 +251,95 @@ class Reader:
             IndexError,
             RecursionError,
         ) as error:
+            said = f"{type(error).__name__}: {error}"
             raise CheckpointError(
-                f"{self._path}: does not describe a checkpoint ({type(error).__name__}: {error})"
+                f"{self._path}: does not describe a checkpoint ({said[:300]})"
             ) from error
+
+    def _check_files(self) -> None:
+        """Make sure that files are as long as what is said to be in them.
+
+        A file may be long without taking any room on the disk: it is not read on its own word.
+        """
+        for file, keys in self._claimed.items():
+            rest = self._files[file].nbytes - sum(keys.values()) - 8
+            if not 0 <= rest <= MAX_HEADER_NBYTES:
+                raise self._bad(
+                    f"the tensors in {file} take {sum(keys.values()):,} bytes, but the file has "
+                    f"{self._files[file].nbytes:,}"
+                )
 
     def _optimizer(self, said: Any) -> SavedOptimizer:
         params = tuple(self._param(each) for each in said["params"])
-        names = [param.name for param in params]
-        if len(set(names)) != len(names):
-            raise self._bad("it names a parameter twice")
         groups = []
+        grouped: list[str] = []
         for listed, options in said["groups"]:
-            if not all(name in set(names) for name in listed):
-                raise self._bad("a group has a parameter that is not described")
-            groups.append((tuple(listed), self._tree(options)))
+            if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+                raise self._bad("a group is not a list of parameters")
+            grouped += listed
+            groups.append((tuple(listed), self._dict(options, {"params", "param_names"})))
+        if grouped != [param.name for param in params] or len(set(grouped)) != len(grouped):
+            raise self._bad("its groups are not made up of its parameters, each of them once")
+        if not isinstance(said["class"], str | None):
+            raise self._bad("the class of the optimizer is not a name")
         return SavedOptimizer(
-            None if said["class"] is None else str(said["class"]),
-            bool(said["positional"]),
-            bool(said["stepped"]),
+            said["class"],
+            self._bool(said["positional"]),
+            self._bool(said["stepped"]),
             params,
             tuple(groups),
-            self._tree(said["loose"]),
+            self._loose(said["loose"]),
         )
+
+    def _loose(self, said: Any) -> Tree:
+        tree = self._dict(said)
+        if not all(isinstance(key, str) for key, _ in tree.node[1]):
+            raise self._bad("state of no parameter is under a number, as if it were of one")
+        return tree
+
+    def _dict(self, said: Any, but: Container[str] = ()) -> Tree:
+        """A value that has to be a dict, without certain keys."""
+        tree = self._tree(said)
+        if tree.node[0] != "dict" or any(key in but for key, _ in tree.node[1]):
+            raise self._bad("something is not the dict that it should be")
+        return tree
+
+    def _bool(self, said: Any) -> bool:
+        if not isinstance(said, bool):
+            raise self._bad(f"it says {said!r:.100} where only true or false can be")
+        return said
 
     def _param(self, said: Any) -> SavedParam:
         name, shape = said["name"], said["shape"]
         if not isinstance(name, str) or not is_sizes(shape):
             raise self._bad("it describes a parameter without a name or with an impossible shape")
-        state = None if said["state"] is None else self._tree(said["state"])
-        per_element = tuple(bool(each) for each in said["per_element"])
+        state = None if said["state"] is None else self._dict(said["state"])
+        per_element = tuple(self._bool(each) for each in said["per_element"])
         found = leaves(state.node) if state is not None else []
         if len(per_element) != len(found):
             raise self._bad(f"the state of parameter {name!r} is not described completely")
         for leaf, divided in zip(found, per_element, strict=True):
-            if divided and leaf.shape != tuple(shape):
+            if divided != (leaf.shape == tuple(shape)):
                 raise self._bad(
-                    f"state {leaf.path!r} of parameter {name!r} has shape {leaf.shape}, but the "
-                    f"parameter has shape {tuple(shape)}"
+                    f"state {leaf.path!r} of parameter {name!r} has shape {leaf.shape} and is said "
+                    f"{'' if divided else 'not '}to be per element, but the parameter has shape "
+                    f"{tuple(shape)}"
                 )
         return SavedParam(
             name,
             tuple(shape),
             dtype_named(said["dtype"]),
-            bool(said["trainable"]),
+            self._bool(said["trainable"]),
             state,
             per_element,
         )
 
     def _model(self, said: Any) -> SavedModel:
-        tensors = {str(name): self._stored(each) for name, each in said["tensors"].items()}
-        aliases = {str(name): str(other) for name, other in said["aliases"].items()}
-        if not all(other in tensors for other in aliases.values()):
+        tensors = {name: self._stored(each) for name, each in said["tensors"].items()}
+        aliases = said["aliases"]
+        if not isinstance(aliases, dict) or not all(other in tensors for other in aliases.values()):
             raise self._bad("a name of the model stands for a tensor that is not there")
-        return SavedModel(tensors, aliases, self._tree(said["rest"]))
+        return SavedModel(tensors, aliases, self._dict(said["rest"]))
 
     def _tree(self, said: Any) -> Tree:
         node = said["node"]
@@ -316,25 +356,28 @@ class Reader:
         return Tree(node, stored)
 
     def _stored(self, said: Any) -> Stored:
-        shape = said["shape"]
+        dtype, shape = dtype_named(said["dtype"]), said["shape"]
         if not is_sizes(shape):
             raise self._bad("a tensor has an impossible shape")
         chunks = []
         for file, key, offsets, sizes in said["chunks"]:
             if file not in self._files:
                 raise self._bad(f"a tensor lies in {file!r}, which is not a file of the checkpoint")
-            if not (is_sizes(offsets) and is_sizes(sizes)):
-                raise self._bad(f"chunk {key!r} has impossible offsets or sizes")
+            if not (isinstance(key, str) and is_counts(offsets) and is_sizes(sizes)):
+                raise self._bad(f"chunk {key!r:.100} has no name, or impossible offsets or sizes")
             box = Box(tuple(offsets), tuple(sizes))
             if not box.fits(shape):
-                raise self._bad(f"chunk {key!r} reaches out of its tensor")
-            chunks.append(Chunk(file, str(key), box))
+                raise self._bad(f"chunk {key!r:.100} reaches out of its tensor")
+            if key in self._claimed.setdefault(file, {}):
+                raise self._bad(f"chunk {key!r:.100} of {file} belongs to two tensors")
+            self._claimed[file][key] = box.numel * dtype.itemsize
+            chunks.append(Chunk(file, key, box))
         # Chunks that do not overlap and together have as many elements as the tensor are all of it.
         if sum(chunk.box.numel for chunk in chunks) != math.prod(shape):
             raise self._bad("the chunks of a tensor are more or less than the tensor")
         if overlap([chunk.box for chunk in chunks]) is not None:
             raise self._bad(f"chunks of a tensor of shape {tuple(shape)} overlap")
-        return Stored(dtype_named(said["dtype"]), tuple(shape), tuple(chunks))
+        return Stored(dtype, tuple(shape), tuple(chunks))
 
     def _bad(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: {what}; the checkpoint is damaged")

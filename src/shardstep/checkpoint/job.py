@@ -7,6 +7,7 @@ needs neither the optimizer nor the model any more: a background save runs it on
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from shardstep.checkpoint.contents import (
 )
 from shardstep.checkpoint.exchange import Kept, survey
 from shardstep.checkpoint.folder import Staging, keep_last, write_text
-from shardstep.checkpoint.names import names_of, unwrapped
+from shardstep.checkpoint.names import names_of, uncompiled, unwrapped
 from shardstep.checkpoint.safetensors import Digest, Progress, Source, no_progress, write
 from shardstep.checkpoint.shelves import Shelves, deal, holders_of, made_by, state_key, texts_of
 from shardstep.checkpoint.tree import Node, encode, with_leaves
@@ -37,6 +38,10 @@ from shardstep.probe import kind_named
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
+
+
+EXTRA_STATE = "_extra_state"
+"""What torch calls the state that a module gives and takes by functions, tensor or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +75,27 @@ def prepare(
 ) -> Job:
     """Find out what is to be written where. Called on every rank."""
     comm = comm_of(optimizer)
-    goal = Path(path).absolute()
 
-    def check() -> str:
+    def check() -> list[Any]:
         if keep is not None and keep < 1:
             raise ValueError(f"keep_last has to be at least 1, not {keep}: this save is kept too")
         if optimizer is None and model is None and extra is None:
             raise ValueError("there is nothing to save: give an optimizer, a model or extra")
-        return str(goal)
+        return [str(Path(path).absolute()), optimizer is not None, model is not None]
 
-    goals = together(comm, "saving a checkpoint", check)
-    if len(set(goals)) > 1:
-        raise ValueError(f"all ranks have to save to one path, but they were given {set(goals)}")
+    said = together(comm, "saving a checkpoint", check)
+    if any(each != said[0] for each in said):
+        shown = "; ".join(
+            f"rank {rank}: {goal}"
+            + (" with an optimizer" if with_optimizer else "")
+            + (" with a model" if with_model else "")
+            for rank, (goal, with_optimizer, with_model) in enumerate(said)
+        )
+        raise ValueError(f"all ranks have to save the same to one path, but were given {shown}")
+    goal = Path(said[0][0])
     shelves = Shelves(comm.world_size, {comm.group_rank})
     contents = Contents(made_by=made_by(comm.world_size))
+    texts: dict[str, str] = {}
     if optimizer is not None:
         optimizer._gather.land()
         names, positional = names_of(optimizer, model)
@@ -91,8 +103,8 @@ def prepare(
         kept, tensors = survey(comm, optimizer.plan.specs, held, optimizer._local.states())
         states = _place_state(shelves, names, held, kept, tensors, comm.group_rank)
 
-    def describe() -> None:
-        nonlocal contents
+    def describe() -> str:
+        nonlocal contents, texts
         if optimizer is not None:
             optimizer._local.push_options()
             saved = _saved_optimizer(shelves, optimizer, names, positional, kept, states)
@@ -101,9 +113,27 @@ def prepare(
             contents = replace(contents, model=_saved_model(shelves, unwrapped(model)))
         if extra is not None:
             contents = replace(contents, extra=shelves.tree("extra", extra))
+        if comm.group_rank == 0:
+            texts = texts_of(contents)
+        return _where(contents)
 
-    together(comm, "saving a checkpoint", describe)
-    return Job(goal, shelves.own, texts_of(contents) if comm.group_rank == 0 else {}, keep)
+    # What is in the files of all ranks is described by one of them.
+    if len(set(together(comm, "saving a checkpoint", describe))) > 1:
+        raise ValueError(
+            f"rank {comm.group_rank}: the ranks would save different models or optimizers; build "
+            "them alike on all ranks"
+        )
+    return Job(goal, shelves.own, texts, keep)
+
+
+def _where(contents: Contents) -> str:
+    """A digest of which tensor is in which file, for ranks to compare."""
+    params = contents.optimizer.params if contents.optimizer is not None else ()
+    states = [param.state.stored for param in params if param.state is not None]
+    tensors = contents.model.tensors if contents.model is not None else {}
+    aliases = contents.model.aliases if contents.model is not None else {}
+    told = repr([states, tensors, aliases])
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def write_out(comm: Comm, job: Job, progress: Progress = no_progress) -> Path:
@@ -234,7 +264,13 @@ def _saved_optimizer(
         options = saved_options(shelves, number, group)
         groups.append((tuple(names[start:stop]), options))
         start = stop
-    loose = shelves.tree("state", optimizer._local.loose_state())
+    loose_state = optimizer._local.loose_state()
+    if not all(isinstance(key, str) for key in loose_state):
+        raise TypeError(
+            f"the optimizer keeps state under {list(loose_state)}; a checkpoint holds it under "
+            "parameters and names"
+        )
+    loose = shelves.tree("state", loose_state)
     kind = kind_of(optimizer)
     return SavedOptimizer(kind, positional, optimizer._stepped, tuple(params), tuple(groups), loose)
 
@@ -271,7 +307,7 @@ def _unsaveable(options: Mapping[str, Any]) -> list[str]:
 def _saved_model(shelves: Shelves, model: torch.nn.Module) -> SavedModel:
     """Deal the model's tensors, which every rank has, to the ranks to be written."""
     found, aliases, rest = model_tensors(model)
-    shared = {name for name, _ in model.named_buffers()}
+    shared = {uncompiled(name) for name, _ in model.named_buffers()}
     tensors = {}
     for name, rank in deal(found, shared, shelves.world_size).items():
         tensor = found[name]
@@ -301,7 +337,8 @@ def sort_out(
     rest: dict[str, Any] = {}
     places: dict[Any, str] = {}
     for name, value in state_dict.items():
-        if not isinstance(value, torch.Tensor):
+        name = uncompiled(name)
+        if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == EXTRA_STATE:
             rest[name] = value
             continue
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_meta:

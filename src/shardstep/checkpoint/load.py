@@ -1,16 +1,18 @@
 """Loading: every rank reads what it owns now, and nothing is changed before all have read it.
 
-Digests are checked first, each file by one rank. Then each rank reads its pieces of the optimizer's
-state, and a share of the model's tensors, into fresh memory. Only when every rank has succeeded is
-anything installed: the state where it was read, the model's tensors by sending them round.
+What is here is matched with what is there, by the descriptions alone. Then digests are checked,
+each file by one rank. Then each rank reads its pieces of the optimizer's state, and a share of the
+model's tensors, into fresh memory. Only when every rank has succeeded is anything installed: the
+state where it was read, the model's tensors by sending them round.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +21,12 @@ import torch
 from shardstep.agree import together
 from shardstep.attach import broadcast
 from shardstep.buffers import flat
-from shardstep.checkpoint.contents import SavedModel, SavedOptimizer, SavedParam, Stored
+from shardstep.checkpoint.contents import SavedParam
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.job import comm_of, kind_of, model_tensors
-from shardstep.checkpoint.names import names_of, unwrapped
+from shardstep.checkpoint.job import comm_of
+from shardstep.checkpoint.match import Match, some, summary
 from shardstep.checkpoint.plain import install
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.shelves import deal
 from shardstep.checkpoint.tree import Leaf
 from shardstep.comm import Comm
 from shardstep.plan import Box, Interval, ParamSpec, boxes
@@ -63,7 +64,8 @@ def load(
     """Load a checkpoint, saved at any world size and layout.
 
     Called on every rank of the optimizer's process group, or of the default group. If it raises, it
-    raises on every rank, and optimizer and model are as they were.
+    raises on every rank, and optimizer and model are as they were. (If a rank dies at the very end,
+    while the model's tensors are sent round, the model on the others may be old and new in parts.)
 
     Args:
         path: the checkpoint; `latest(folder)` finds the newest.
@@ -82,27 +84,34 @@ def load(
         CheckpointError: if the checkpoint is damaged or does not fit.
     """
     comm = comm_of(optimizer)
-    goal = Path(path).absolute()
-    what = f"loading {goal}"
+    what = f"loading {path}"
     if optimizer is not None:
         optimizer._gather.land()
-    with _opened(comm, what, goal) as checkpoint:
+    with _opened(comm, what, path) as checkpoint:
+        match = Match(checkpoint, comm, optimizer, model, strict, dict(names or {}))
+        if len(set(together(comm, what, match.find))) > 1:
+            raise CheckpointError(
+                f"rank {comm.group_rank}: the ranks would load different parts of {path}; build "
+                "model and optimizer alike on all ranks, and give all the same names"
+            )
         if verify:
             needed = _files_needed(checkpoint, optimizer is not None, model is not None)
             mine = needed[comm.group_rank :: comm.world_size]
             together(comm, what, lambda: checkpoint.verify(mine))
-        loading = _Loading(checkpoint, comm, optimizer, model, strict, dict(names or {}))
+        loading = _Loading(match)
         together(comm, what, loading.read)
         loading.install(what)
-        return loading.result(verdict=comm.group_rank == 0)
+    if comm.group_rank == 0:
+        _warn(match)
+    return Loaded(checkpoint.path, loading.extra, tuple(match.missing), tuple(match.unexpected))
 
 
-def _opened(comm: Comm, what: str, path: Path) -> Checkpoint:
+def _opened(comm: Comm, what: str, path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint, if all ranks find the same. Called on every rank."""
     found: list[Checkpoint] = []
 
     def open_it() -> str:
-        found.append(Checkpoint(path))
+        found.append(Checkpoint(Path(path).absolute()))
         return found[0].manifest.digest
 
     if len(set(together(comm, what, open_it))) > 1:
@@ -114,31 +123,24 @@ def _opened(comm: Comm, what: str, path: Path) -> Checkpoint:
 
 
 def _files_needed(checkpoint: Checkpoint, optimizer: bool, model: bool) -> list[str]:
-    kinds = ("extra", *(["optimizer"] if optimizer else []), *(["model"] if model else []))
-    names = (name for name in checkpoint.manifest.files if name.endswith(".safetensors"))
-    return sorted(name for name in names if name.startswith(kinds))
+    """The files with tensors of the parts that are loaded."""
+    contents = replace(
+        checkpoint.contents,
+        optimizer=checkpoint.contents.optimizer if optimizer else None,
+        model=checkpoint.contents.model if model else None,
+    )
+    return sorted({chunk.file for _, stored in contents.tensors() for chunk in stored.chunks})
 
 
 @dataclass(slots=True)
 class _Loading:
     """A load under way on one rank: first all is read, then all is installed."""
 
-    checkpoint: Checkpoint
-    comm: Comm
-    optimizer: ZeroRedundancyOptimizer | None
-    model: torch.nn.Module | None
-    strict: bool
-    names: dict[str, str]
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    empty: list[str] = field(default_factory=list)
+    match: Match
     states: dict[int, Any] = field(default_factory=dict)
-    loose: dict[Any, Any] = field(default_factory=dict)
+    loose: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
-    stepped: bool = False
-    owners: dict[str, int] = field(default_factory=dict)
-    targets: dict[str, torch.Tensor] = field(default_factory=dict)
-    arrived: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)
     extra: Any = None
 
@@ -146,91 +148,42 @@ class _Loading:
 
     def read(self) -> None:
         """Read everything that this rank is to have, and change nothing."""
-        contents = self.checkpoint.contents
-        if self.optimizer is not None:
-            if contents.optimizer is None:
-                raise CheckpointError(f"{self.checkpoint.path}: there is no optimizer in it")
-            self._read_optimizer(self.optimizer, contents.optimizer)
-        if self.model is not None:
-            if contents.model is None:
-                raise CheckpointError(f"{self.checkpoint.path}: there is no model in it")
-            self._read_model(unwrapped(self.model), contents.model)
+        match, checkpoint = self.match, self.match.checkpoint
+        contents, value = checkpoint.contents, checkpoint.value
+        if match.optimizer is not None and contents.optimizer is not None:
+            plan = match.optimizer.plan
+            held = plan.intervals(match.optimizer.rank)
+            for index in sorted(held.keys() & match.found.keys()):
+                param, device = match.found[index], match.optimizer._params[index].device
+                if param.state is not None:
+                    self.states[index] = self._state(param, plan.specs[index], held[index], device)
+            self.loose = value(contents.optimizer.loose)
+            self.groups = [{} if tree is None else value(tree) for tree in match.options]
+        if match.model is not None and contents.model is not None:
+            for name, stored in match.weights.items():
+                if match.mine(name):
+                    self.weights[name] = checkpoint.whole(stored)
+            self.rest = value(contents.model.rest)
         if contents.extra is not None:
-            self.extra = self.checkpoint.value(contents.extra)
-        if self.strict and (self.missing or self.unexpected):
-            raise CheckpointError(
-                f"{self.checkpoint.path} does not fit: {_summary(self.missing, self.unexpected)}; "
-                "give names={here: there} for what is called otherwise, or strict=False to load "
-                "what fits"
-            )
-
-    def _read_optimizer(self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer) -> None:
-        if self.strict and saved.kind not in (None, kind_of(optimizer)):
-            raise CheckpointError(
-                f"{self.checkpoint.path} was saved from {saved.kind}, but this optimizer is "
-                f"{kind_of(optimizer)}; pass strict=False if their state means the same"
-            )
-        specs = optimizer.plan.specs
-        found = self._match(optimizer, saved)
-        held = optimizer.plan.intervals(optimizer.rank)
-        for index, param in found.items():
-            if param.shape != specs[index].shape:
-                raise CheckpointError(
-                    f"{self.checkpoint.path}: parameter {param.name!r} has shape {param.shape} "
-                    f"there, but {specs[index].shape} here; this checkpoint is of another model"
-                )
-            if param.state is None:
-                if specs[index].trainable:
-                    self.empty.append(specs[index].name)
-            elif index in held:
-                device = optimizer._params[index].device
-                self.states[index] = self._state(param, specs[index], held[index], device)
-        self.loose = self.checkpoint.value(saved.loose)
-        self.groups = self._options(optimizer, saved, found)
-        self.stepped = saved.stepped
-
-    def _match(
-        self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer
-    ) -> dict[int, SavedParam]:
-        """For each parameter here, by its number, the one it is in the checkpoint."""
-        names, positional = names_of(optimizer, self.model)
-        if positional != saved.positional:
-            # One side knows only places. They mean the same if there are equally many.
-            if len(names) != len(saved.params):
-                raise CheckpointError(
-                    f"{self.checkpoint.path} has {len(saved.params)} parameters and this optimizer "
-                    f"{len(names)}, and one of them knows no names; construct the optimizer from "
-                    "model.named_parameters(), or give model= when saving and loading"
-                )
-            return dict(enumerate(saved.params))
-        there = {param.name: param for param in saved.params}
-        found = {}
-        for index, name in enumerate(names):
-            param = there.pop(self.names.get(name, name), None)
-            if param is None:
-                self.missing.append(f"optimizer: {name}")
-            else:
-                found[index] = param
-        self.unexpected += [f"optimizer: {name}" for name in there]
-        return found
+            self.extra = value(contents.extra)
 
     def _state(
         self, param: SavedParam, spec: ParamSpec, here: Interval, device: torch.device
     ) -> Any:
         """The state of the elements `here` of a parameter."""
         assert param.state is not None
-        tree = param.state
+        tree, checkpoint = param.state, self.match.checkpoint
         whole = here == Interval(0, spec.numel)
 
         def make(number: int, leaf: Leaf) -> torch.Tensor:
             if not param.per_element[number]:
                 if not whole and leaf.shape and leaf.data is None:
                     raise CheckpointError(
-                        f"{self.checkpoint.path}: state {leaf.path!r} of parameter {param.name!r} "
+                        f"{checkpoint.path}: state {leaf.path!r} of parameter {param.name!r} "
                         "belongs to the whole parameter; construct the optimizer with "
                         'layout="whole"'
                     )
-                return self.checkpoint.leaf(tree, number, leaf)
+                return checkpoint.leaf(tree, number, leaf)
             if number not in tree.stored:
                 full = leaf.empty(device)
                 return full if whole else flat(full, spec.stride)[here.slice].clone()
@@ -238,87 +191,67 @@ class _Loading:
                 tensor = torch.empty_strided(
                     spec.shape, spec.stride, dtype=leaf.dtype, device=device
                 )
-                self.checkpoint.read(tree.stored[number], Box.whole(spec.shape), tensor)
+                checkpoint.read(tree.stored[number], Box.whole(spec.shape), tensor)
                 return tensor
             tensor = torch.empty(here.numel, dtype=leaf.dtype, device=device)
             for stretch, box in boxes(here, spec.shape, spec.stride):
                 view = tensor.as_strided(box.sizes, spec.stride, stretch.start - here.start)
-                self.checkpoint.read(tree.stored[number], box, view)
+                checkpoint.read(tree.stored[number], box, view)
             return tensor
 
-        return self.checkpoint.value(tree, make)
-
-    def _options(
-        self,
-        optimizer: ZeroRedundancyOptimizer,
-        saved: SavedOptimizer,
-        found: Mapping[int, SavedParam],
-    ) -> list[dict[str, Any]]:
-        """For each group here, the options that its parameters had."""
-        group_of = {name: n for n, (names, _) in enumerate(saved.groups) for name in names}
-        options: list[dict[str, Any]] = []
-        start = 0
-        for number, group in enumerate(optimizer.param_groups):
-            stop = start + len(group["params"])
-            there = {group_of[found[index].name] for index in range(start, stop) if index in found}
-            if not there and number < len(saved.groups) and not saved.groups[number][0]:
-                there = {number}
-            if len(there) > 1 and self.strict:
-                raise CheckpointError(
-                    f"{self.checkpoint.path}: the parameters of group {number} are in groups "
-                    f"{sorted(there)} there, whose options may differ; construct the optimizer "
-                    "with the same groups, or pass strict=False to keep this one's options"
-                )
-            chosen = saved.groups[there.pop()][1] if len(there) == 1 else None
-            options.append({} if chosen is None else self.checkpoint.value(chosen))
-            start = stop
-        return options
-
-    def _read_model(self, model: torch.nn.Module, saved: SavedModel) -> None:
-        self.targets, aliases, rest = model_tensors(model)
-        further: dict[str, list[str]] = {}
-        for alias, name in aliases.items():
-            further.setdefault(name, []).append(alias)
-        self.owners = deal(self.targets, set(), self.comm.world_size)
-        used: set[str] = set()
-        for name, target in self.targets.items():
-            # A tensor with several names may have been saved under any of them.
-            known = [self.names.get(each, each) for each in (name, *further.get(name, ()))]
-            there = [saved.aliases.get(each, each) for each in known]
-            hit = next((each for each in there if each in saved.tensors), None)
-            if hit is None:
-                self.missing.append(f"model: {name}")
-                continue
-            used.update(each for each in there if each in saved.tensors)
-            stored = saved.tensors[hit]
-            if stored.shape != tuple(target.shape):
-                raise CheckpointError(
-                    f"{self.checkpoint.path}: model tensor {name!r} has shape {stored.shape} "
-                    f"there, but {tuple(target.shape)} here; this checkpoint is of another model"
-                )
-            if self.owners[name] == self.comm.group_rank:
-                self.arrived[name] = self._weight(name, stored)
-        self.unexpected += [f"model: {name}" for name in saved.tensors if name not in used]
-        told = self.checkpoint.value(saved.rest)
-        self.rest = {name: told[name] for name in rest if name in told}
-        self.missing += [f"model: {name}" for name in rest if name not in told]
-        self.unexpected += [f"model: {name}" for name in told if name not in rest]
-
-    def _weight(self, name: str, stored: Stored) -> torch.Tensor:
-        return self.checkpoint.whole(stored)
+        return checkpoint.value(tree, make)
 
     # ------------------------------------------------------------------------------ installing
 
     def install(self, what: str) -> None:
         """Put everything in its place. Called on every rank, when all have read."""
-        if self.optimizer is not None:
-            self._install_optimizer(self.optimizer, what)
-        if self.model is not None:
-            self._install_model(unwrapped(self.model))
+        match = self.match
+        undo: list[Callable[[], None]] = []
 
-    def _install_optimizer(self, optimizer: ZeroRedundancyOptimizer, what: str) -> None:
+        def put() -> None:
+            # What may fail goes first, each with the way back: code of the user's is run.
+            try:
+                if match.optimizer is not None:
+                    self._put_state(match.optimizer, undo)
+                for there, (name, old) in match.rest.items():
+                    undo.append(partial(match.modules[name].set_extra_state, old))
+                    match.modules[name].set_extra_state(self.rest[there])
+            except Exception as error:
+                raise CheckpointError(
+                    f"{match.checkpoint.path}: what is in it is not taken: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+        try:
+            together(match.comm, what, put)
+        except BaseException:
+            for each in reversed(undo):
+                each()
+            raise
+        if match.optimizer is not None:
+            match.optimizer._stepped = match.stepped
+            match.optimizer._local.publish_options()
+        self._put_weights()
+
+    def _put_state(
+        self, optimizer: ZeroRedundancyOptimizer, undo: list[Callable[[], None]]
+    ) -> None:
+        """Load into the local optimizer."""
         local = optimizer.optim
         before = local.state, local.param_groups
+
+        def restore() -> None:
+            # Loading makes new ones of both and leaves the old ones as they were.
+            local.state, local.param_groups = before
+
+        undo.append(restore)
+        optimizer._local.push_options()
+        # What is not in the checkpoint stays as it is.
+        states = {
+            index: state
+            for index, state in optimizer._local.states().items()
+            if index not in self.match.found
+        }
         numbers = {
             index: n for n, index in enumerate(sorted(optimizer.plan.intervals(optimizer.rank)))
         }
@@ -328,74 +261,50 @@ class _Loading:
             last = first + len(mine["params"])
             groups.append({**mine, **options, "params": list(range(first, last))})
             first = last
+        state = {numbers[index]: value for index, value in {**states, **self.states}.items()}
+        dtypes = [optimizer.plan.specs[index].dtype for index in sorted(numbers)]
+        install(local, {**state, **self.loose}, groups, dtypes)
 
-        def put() -> None:
-            state = {numbers[index]: value for index, value in self.states.items()}
-            dtypes = [optimizer.plan.specs[index].dtype for index in sorted(numbers)]
-            install(local, {**state, **self.loose}, groups, dtypes)
-
-        try:
-            together(self.comm, what, put)
-        except BaseException:
-            # Loading makes new ones of both and leaves the old ones as they were.
-            local.state, local.param_groups = before
-            raise
-        optimizer._stepped = self.stepped
-        optimizer._local.publish_options()
-
-    def _install_model(self, model: torch.nn.Module) -> None:
+    def _put_weights(self) -> None:
+        """Copy what this rank has read to where it belongs, and send it to the others."""
+        match = self.match
         with torch.no_grad():
-            for rank in range(self.comm.world_size):
-                share = [
-                    target
-                    for name, target in self.targets.items()
-                    if self.owners[name] == rank and f"model: {name}" not in set(self.missing)
-                ]
-                if rank == self.comm.group_rank:
-                    for name, value in self.arrived.items():
-                        self.targets[name].copy_(value)
-                broadcast(self.comm, share, rank)
-        for name, value in self.rest.items():
-            owner = model.get_submodule(name.rpartition(".")[0])
-            owner.set_extra_state(value)
-
-    # ------------------------------------------------------------------------------ the verdict
-
-    def result(self, verdict: bool) -> Loaded:
-        """What to tell the caller; and, if asked to, warnings for what looks like a mistake."""
-        if verdict:
-            self._warn()
-        return Loaded(self.checkpoint.path, self.extra, tuple(self.missing), tuple(self.unexpected))
-
-    def _warn(self) -> None:
-        path = self.checkpoint.path
-        if self.missing or self.unexpected:
-            said = _summary(self.missing, self.unexpected)
-            warnings.warn(f"{path} was loaded in part: {said}", stacklevel=5)
-        if self.empty and not self.stepped:
-            warnings.warn(
-                f"{path} was saved before the first step: the optimizer starts from zero",
-                stacklevel=5,
-            )
-        elif self.empty and self.optimizer is not None:
-            trainable = sum(spec.trainable for spec in self.optimizer.plan.specs)
-            if len(self.empty) < trainable:
-                warnings.warn(
-                    f"{path} has no optimizer state for {_some(self.empty)}, which train; they had "
-                    "never had a gradient when it was saved, and start from zero",
-                    stacklevel=5,
-                )
+            for rank in range(match.comm.world_size):
+                share = [match.targets[n] for n in match.weights if match.owners[n] == rank]
+                if rank == match.comm.group_rank:
+                    for name, value in self.weights.items():
+                        match.targets[name].copy_(value)
+                broadcast(match.comm, share, rank)
 
 
-def _summary(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    parts = []
-    if missing:
-        parts.append(f"not found in the checkpoint: {_some(missing)}")
-    if unexpected:
-        parts.append(f"in the checkpoint but not here: {_some(unexpected)}")
-    return "; ".join(parts)
+def _warn(match: Match) -> None:
+    """Say what looks like a mistake."""
+    path = match.checkpoint.path
+    if match.missing or match.unexpected:
+        said = summary(match.missing, match.unexpected)
+        warnings.warn(f"{path} was loaded in part: {said}", stacklevel=3)
+    if not match.empty or match.optimizer is None:
+        return
+    specs = match.optimizer.plan.specs
+    if len(match.empty) < sum(specs[index].trainable for index in match.found):
+        said = (
+            f"has no optimizer state for {some(match.empty)}, which train; they had never had a "
+            "gradient when it was saved, and start from zero"
+        )
+    elif not match.stepped:
+        said = "was saved before the first step: the optimizer starts from zero"
+    elif _keeps_nothing(match.optimizer):
+        return
+    else:
+        said = (
+            "has no optimizer state at all, though steps had been taken when it was saved: the "
+            f"optimizer starts from zero, unless a {type(match.optimizer.optim).__name__} keeps no "
+            "state"
+        )
+    warnings.warn(f"{path} {said}", stacklevel=3)
 
 
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+def _keeps_nothing(optimizer: ZeroRedundancyOptimizer) -> bool:
+    """Whether this is the one optimizer of torch that has no state after a step."""
+    plain = type(optimizer.optim) is torch.optim.SGD
+    return plain and not any(group["momentum"] for group in optimizer.param_groups)

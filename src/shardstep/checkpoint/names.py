@@ -27,8 +27,12 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 def canonical(name: str) -> str:
     """A parameter's name without what wrappers put into it."""
-    name = name.replace("_orig_mod.", "")
-    return name.removeprefix("module.")
+    return uncompiled(name).removeprefix("module.")
+
+
+def uncompiled(name: str) -> str:
+    """A name in a model without what torch.compile puts into it, of parts of the model too."""
+    return name.replace("_orig_mod.", "")
 
 
 def names_of(
@@ -45,7 +49,8 @@ def names_of(
     for index, (param, spec) in enumerate(
         zip(optimizer._params, optimizer.plan.specs, strict=True)
     ):
-        names.append(in_model.get(id(param)) or canonical(spec.name))
+        # The same is left out of both: one may be told to a save and the other to a load.
+        names.append(canonical(in_model.get(id(param)) or spec.name))
         numbered += names[-1] == f"param {index}"
     if len(set(names)) != len(names):
         # Names from two models that are trained together: only their places tell them apart.

@@ -12,9 +12,13 @@ import torch
 from shardstep.checkpoint.contents import Chunk, Contents, Stored, Tree, read_contents
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.folder import Manifest, check, read_manifest
+from shardstep.checkpoint.limits import memory_nbytes
 from shardstep.checkpoint.safetensors import File, Progress, form_of, no_progress
 from shardstep.checkpoint.tree import Leaf, decode
 from shardstep.plan import Box, contiguous
+
+MAX_OPEN = 128
+"""Files at a time."""
 
 
 class Room(Protocol):
@@ -116,9 +120,23 @@ class Checkpoint:
 
     def whole(self, stored: Stored) -> torch.Tensor:
         """All of a tensor, on the CPU."""
-        tensor = self._room(stored.shape, contiguous(stored.shape), stored.dtype)
+        tensor = self._make(stored, contiguous(stored.shape))
         self.read(stored, Box.whole(stored.shape), tensor)
         return tensor
+
+    def _make(self, stored: Stored, stride: Sequence[int]) -> torch.Tensor:
+        """Room for a tensor, once its files have been seen to hold it."""
+        for chunk in stored.chunks:
+            self._file(chunk.file).check(chunk.key, stored.dtype, chunk.box.sizes)
+        try:
+            if stored.nbytes > memory_nbytes():
+                raise MemoryError
+            return self._room(stored.shape, stride, stored.dtype)
+        except (MemoryError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{self.path}: there is no memory for a tensor of {stored.nbytes:,} bytes, which "
+                "it says that it has"
+            ) from error
 
     def value(self, tree: Tree, tensor: Callable[[int, Leaf], torch.Tensor] | None = None) -> Any:
         """A value, with tensors on the CPU, or as `tensor` makes them.
@@ -142,12 +160,15 @@ class Checkpoint:
         """One tensor of a value, in full, on the CPU."""
         if number not in tree.stored:
             return leaf.empty(torch.device("cpu"))
-        made = self._room(leaf.shape, leaf.stride, leaf.dtype)
+        made = self._make(tree.stored[number], leaf.stride)
         self.read(tree.stored[number], Box.whole(leaf.shape), made)
         return made
 
     def _file(self, name: str) -> File:
         if name not in self._files:
+            if len(self._files) >= MAX_OPEN:
+                # A process may have a thousand open; a checkpoint may have more.
+                self.__exit__()
             self._files[name] = self._open.enter_context(File(self.path / name))
         return self._files[name]
 

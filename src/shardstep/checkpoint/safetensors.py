@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.limits import is_counts, is_sizes
 from shardstep.plan import Box, Interval, boxes, contiguous
 
 CHUNK_NBYTES = 16 * 2**20
@@ -129,7 +131,10 @@ def write(
 
     Raises:
         OSError: if it could not be written; what is there then is not complete.
+        ValueError: if the format cannot hold it.
     """
+    if "__metadata__" in tensors:
+        raise ValueError("a tensor cannot be called '__metadata__' in a safetensors file")
     # The widest first, so that each tensor lies at a multiple of its element size.
     order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -145,6 +150,11 @@ def write(
         end += tensor.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_NBYTES:
+        raise ValueError(
+            f"{path} would have a header of {len(text):,} bytes, more than is read: {len(order):,} "
+            "tensors are too many for one file"
+        )
     digest = hashlib.sha256()
     total = 0
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
@@ -232,10 +242,12 @@ class File:
 
     def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
         size = os.fstat(self._file.fileno()).st_size
-        length = int.from_bytes(self._file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_NBYTES):
-            raise self._bad(f"its header cannot be {length:,} bytes long in a file of {size:,}")
-        header = parse_json(self._file.read(length), self._path)
+        with naming(self._path):
+            length = int.from_bytes(self._file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_NBYTES):
+                raise self._bad(f"its header cannot be {length:,} bytes long in a file of {size:,}")
+            text = self._file.read(length)
+        header = parse_json(text, self._path)
         if not isinstance(header, dict):
             raise self._bad("its header is not a JSON object")
         metadata = header.pop("__metadata__", {})
@@ -260,7 +272,7 @@ class File:
             start, stop = item["data_offsets"]
         except (TypeError, KeyError, ValueError) as error:
             raise self._bad(f"tensor {name!r} is not described as it should be") from error
-        if not (is_sizes(shape) and is_sizes([start, stop]) and start <= stop):
+        if not (is_sizes(shape) and is_counts([start, stop]) and start <= stop):
             raise self._bad(f"tensor {name!r} has impossible sizes")
         if math.prod(shape) * dtype.itemsize != stop - start:
             raise self._bad(f"tensor {name!r} does not take the bytes that its shape needs")
@@ -268,6 +280,22 @@ class File:
 
     def _bad(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: {what}; the file is damaged or not safetensors")
+
+    def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
+        """Where a tensor lies, if it is there and has the bytes that its form needs.
+
+        Raises:
+            CheckpointError: if it is not, or has not.
+        """
+        entry = self.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self._path}: there is no tensor {name!r}; the file is damaged")
+        if math.prod(shape) * dtype.itemsize != entry.nbytes:
+            raise CheckpointError(
+                f"{self._path}: tensor {name!r} has {entry.nbytes:,} bytes, which is not {dtype} "
+                f"of shape {tuple(shape)}"
+            )
+        return entry
 
     def read(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], part: Box, target: torch.Tensor
@@ -282,16 +310,9 @@ class File:
             target: where to; of the part's shape, on any device and of any dtype.
 
         Raises:
-            CheckpointError: if the file has no such tensor.
+            CheckpointError: if the file has no such tensor, or cannot be read.
         """
-        entry = self.entries.get(name)
-        if entry is None:
-            raise CheckpointError(f"{self._path}: there is no tensor {name!r}; the file is damaged")
-        if math.prod(shape) * dtype.itemsize != entry.nbytes or not part.fits(shape):
-            raise CheckpointError(
-                f"{self._path}: tensor {name!r} has {entry.nbytes:,} bytes, which is not {dtype} "
-                f"of shape {tuple(shape)}"
-            )
+        entry = self.check(name, dtype, shape)
         if part.numel:
             self._read_rows(entry.start, dtype, tuple(shape), part, target)
 
@@ -335,7 +356,8 @@ class File:
         into = target if direct else torch.empty(shape, dtype=dtype)
         buffer, done = raw_bytes(into), 0
         while done < len(buffer):
-            got = os.preadv(self._file.fileno(), [buffer[done:]], offset + done)
+            with naming(self._path):
+                got = os.preadv(self._file.fileno(), [buffer[done:]], offset + done)
             if not got:
                 raise CheckpointError(f"{self._path}: the file ended while it was being read")
             done += got
@@ -370,7 +392,7 @@ def digest_of(path: Path, progress: Progress = no_progress) -> Digest:
     digest = hashlib.sha256()
     nbytes = 0
     buffer = memoryview(bytearray(4 * 2**20))
-    with open_plain(path) as file:
+    with open_plain(path) as file, naming(path):
         while got := file.readinto(buffer):
             digest.update(buffer[:got])
             nbytes += got
@@ -385,15 +407,25 @@ def parse_json(text: bytes, path: Path) -> Any:
         CheckpointError: if it is none.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: is not readable as JSON ({error}); it is damaged"
         ) from error
 
 
-def is_sizes(value: Any) -> bool:
-    """Whether this is a list of numbers that can be sizes."""
-    return isinstance(value, list) and all(
-        type(each) is int and 0 <= each < 2**62 for each in value
-    )
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, if it says each thing once: of two, readers would choose as they like."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("something is said twice")
+    return found
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have what goes wrong while a file is read say which file it was."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardstep.agree import together
 from shardstep.checkpoint.job import Job, comm_of, prepare, write_out
 from shardstep.checkpoint.safetensors import Source
 from shardstep.comm import Comm
@@ -82,7 +83,7 @@ class _Desk:
     """What background saves of one optimizer share: connections, memory, and the one that runs."""
 
     def __init__(self) -> None:
-        self.comm: Comm | None = None
+        self._comm: tuple[Any, Comm] | None = None
         self.memory: torch.Tensor | None = None
         self.running: AsyncSave | None = None
 
@@ -91,6 +92,14 @@ class _Desk:
         running, self.running = self.running, None
         if running is not None:
             running.wait()
+
+    def connection(self, comm: Comm) -> Comm:
+        """The ranks of `comm` on connections of their own. Called on every rank."""
+        # The default group may be another one than the last time.
+        if self._comm is None or self._comm[0] is not comm.group:
+            # Gloo: a thread that waits for an accelerator would hold up what that computes.
+            self._comm = comm.group, comm.again("gloo")
+        return self._comm[1]
 
     def copied(self, job: Job) -> Job:
         """The same job on a copy of its tensors, in memory that is kept for the next one."""
@@ -201,9 +210,13 @@ def async_save(
     """
     desk = desk_of(optimizer)
     desk.clear()
-    job = desk.copied(prepare(path, optimizer, model, extra, keep_last))
-    if desk.comm is None:
-        # Gloo: a thread that waits for an accelerator would hold up what that computes.
-        desk.comm = comm_of(optimizer).again("gloo")
-    desk.running = AsyncSave(desk.comm, job)
+    comm = comm_of(optimizer)
+    job = prepare(path, optimizer, model, extra, keep_last)
+
+    def copy() -> None:
+        nonlocal job
+        job = desk.copied(job)
+
+    together(comm, "copying what is to be saved", copy)
+    desk.running = AsyncSave(desk.connection(comm), job)
     return desk.running

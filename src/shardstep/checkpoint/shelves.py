@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from shardstep.checkpoint.contents import CONTENTS, Chunk, Contents, Stored, Tree, to_json
+from shardstep.checkpoint.folder import MAX_JSON_NBYTES
 from shardstep.checkpoint.safetensors import Source
 from shardstep.checkpoint.tree import Leaf, encode, leaves
 from shardstep.plan import Box, Holding
@@ -110,6 +111,11 @@ def deal(tensors: Mapping[str, _Sized], from_first: set[str], world_size: int) -
 def texts_of(contents: Contents) -> dict[str, str]:
     """The files of text that belong to these contents."""
     texts = {CONTENTS: to_json(contents)}
+    if len(texts[CONTENTS]) > MAX_JSON_NBYTES:
+        raise ValueError(
+            f"what is in the checkpoint would take {len(texts[CONTENTS]):,} bytes of text to "
+            "describe, which is more than is read back; keep large things in tensors"
+        )
     if contents.model is not None:
         where = {name: stored.chunks[0].file for name, stored in contents.model.tensors.items()}
         if set(where.values()) - {WEIGHTS}:

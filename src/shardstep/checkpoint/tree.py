@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from shardstep.buffers import fills_memory, flat, is_dense
+from shardstep.checkpoint.limits import MAX_DEPTH, is_counts, is_sizes
 
 Node = list[Any]
 """A value in JSON: `["value", x]`, `["dict", [[key, node], ...]]`, `["list", [node, ...]]`,
@@ -17,6 +19,13 @@ Node = list[Any]
 
 INLINE_NBYTES = 64
 """Tensors up to this size travel in the text: step counters, not moments."""
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    # Not quantised ones nor parts of bytes, which ordinary functions do not copy.
+    if isinstance(dtype, torch.dtype) and not re.match(r"torch\.(?:q|u?int[1-7]$)", str(dtype))
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,11 @@ class Leaf:
     on_cpu: bool
     data: str | None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def empty(self, device: torch.device) -> torch.Tensor:
         """A tensor of this form, filled already if the data is here."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
@@ -47,8 +61,15 @@ class Leaf:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name by which `dtype_named` knows it."""
-    return str(dtype).removeprefix("torch.")
+    """The name by which `dtype_named` knows it.
+
+    Raises:
+        TypeError: if it knows none.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise TypeError(f"tensors of dtype {name} cannot be sent or saved")
+    return name
 
 
 def dtype_named(name: Any) -> torch.dtype:
@@ -57,18 +78,20 @@ def dtype_named(name: Any) -> torch.dtype:
     Raises:
         ValueError: if there is none.
     """
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
+    # A table of our own: looking a name up in torch may import what is called so.
+    if not isinstance(name, str) or name not in _DTYPES:
         raise ValueError(f"there is no dtype {name!r}")
-    return dtype
+    return _DTYPES[name]
 
 
-def encode(value: Any, path: str = "") -> tuple[Node, list[torch.Tensor]]:
+def encode(value: Any, path: str = "", depth: int = 0) -> tuple[Node, list[torch.Tensor]]:
     """Describe `value`, and list its tensors, dense and in the order of the description.
 
     Raises:
         TypeError: if there is something in it that text cannot hold.
     """
+    if depth > MAX_DEPTH:
+        raise TypeError(f"state {path[:80]!r} has dicts and lists more than {MAX_DEPTH} deep")
     if isinstance(value, torch.Tensor):
         tensor = value.detach()
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
@@ -94,35 +117,47 @@ def encode(value: Any, path: str = "") -> tuple[Node, list[torch.Tensor]]:
         for key, item in value.items():
             if not isinstance(key, (str, int)):
                 raise TypeError(f"state {path!r} has a key of type {type(key).__name__}")
-            node, found = encode(item, f"{path}.{key}" if path else str(key))
+            node, found = encode(item, f"{path}.{key}" if path else str(key), depth + 1)
             items.append([key, node])
             tensors += found
         return ["dict", items], tensors
     if type(value) in (list, tuple):
         nodes, tensors = [], []
         for position, item in enumerate(value):
-            node, found = encode(item, f"{path}.{position}" if path else str(position))
+            inner = f"{path}.{position}" if path else str(position)
+            node, found = encode(item, inner, depth + 1)
             nodes.append(node)
             tensors += found
         return [type(value).__name__, nodes], tensors
     raise TypeError(f"state {path!r} is a {type(value).__name__}, which cannot be sent or saved")
 
 
-def decode(node: Node, leaf: Callable[[Leaf], torch.Tensor], path: str = "") -> Any:
-    """The value that `node` describes, with its tensors made by `leaf`, in order."""
+def decode(node: Node, leaf: Callable[[Leaf], torch.Tensor], path: str = "", depth: int = 0) -> Any:
+    """The value that `node` describes, with its tensors made by `leaf`, in order.
+
+    Raises:
+        ValueError: if it describes none, or something else like it.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{path[:80]!r} has dicts and lists more than {MAX_DEPTH} deep")
     kind = node[0]
     if kind == "tensor":
         return leaf(_leaf(path, *node[1:]))
     if kind == "value":
+        if not (node[1] is None or isinstance(node[1], (bool, int, float, str))):
+            raise ValueError(f"{path!r} is said to be a number or text, and is neither")
         return node[1]
     if kind == "dict":
-        return {
-            key: decode(item, leaf, f"{path}.{key}" if path else str(key)) for key, item in node[1]
-        }
+        found = {}
+        for key, item in node[1]:
+            if not isinstance(key, (str, int)) or key in found:
+                raise ValueError(f"{path!r} has a key twice, or one that is no key")
+            found[key] = decode(item, leaf, f"{path}.{key}" if path else str(key), depth + 1)
+        return found
     if kind not in ("list", "tuple"):
         raise ValueError(f"{path!r} is described as a {kind!r}, which is nothing")
     items = [
-        decode(item, leaf, f"{path}.{position}" if path else str(position))
+        decode(item, leaf, f"{path}.{position}" if path else str(position), depth + 1)
         for position, item in enumerate(node[1])
     ]
     return items if kind == "list" else tuple(items)
@@ -134,14 +169,13 @@ def _leaf(path: str, dtype: Any, shape: Any, stride: Any, on_cpu: Any, data: Any
     Raises:
         ValueError: if there cannot: texts come from other ranks, and from files.
     """
+    if not (is_sizes(shape) and is_counts(stride) and fills_memory(shape, stride)):
+        raise ValueError(f"tensor {path!r} cannot have the shape and stride that are said of it")
     leaf = Leaf(path, dtype_named(dtype), tuple(shape), tuple(stride), bool(on_cpu), data)
-    numbers = all(type(each) is int and 0 <= each < 2**62 for each in leaf.shape + leaf.stride)
-    if not numbers or not fills_memory(leaf.shape, leaf.stride):
-        raise ValueError(f"tensor {path!r} cannot have shape {shape} and stride {stride}")
-    if data is not None:
-        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
-        if nbytes > INLINE_NBYTES or len(bytes.fromhex(data)) != nbytes:
-            raise ValueError(f"tensor {path!r} does not have the bytes that its shape needs")
+    if data is not None and (
+        leaf.nbytes > INLINE_NBYTES or len(bytes.fromhex(data)) != leaf.nbytes
+    ):
+        raise ValueError(f"tensor {path!r} does not have the bytes that its shape needs")
     return leaf
 
 

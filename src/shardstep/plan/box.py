@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from shardstep.plan.interval import Interval
 
+COMPARED_PER_BOX = 16
+"""A box of a grid has as many beside it, along the dimension that tells most apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -65,6 +68,9 @@ def overlap(found: Sequence[Box]) -> tuple[Box, Box] | None:
     Example:
         >>> overlap([Box((0,), (3,)), Box((3,), (2,)), Box((4,), (1,))])
         (Box(offsets=(3,), sizes=(2,)), Box(offsets=(4,), sizes=(1,)))
+
+    Raises:
+        ValueError: if it would take very long to tell. Stretches of memory never do.
     """
     filled = [box for box in found if box.numel]
     if len(filled) < 2:
@@ -76,9 +82,15 @@ def overlap(found: Sequence[Box]) -> tuple[Box, Box] | None:
     dims = range(len(filled[0].offsets))
     along = max(dims, key=lambda dim: len({box.offsets[dim] for box in filled}))
     reaching: list[Box] = []
+    compared = 0
     for box in sorted(filled, key=lambda box: box.offsets[along]):
         start = box.offsets[along]
         reaching = [each for each in reaching if each.offsets[along] + each.sizes[along] > start]
+        compared += len(reaching)
+        if compared > COMPARED_PER_BOX * (len(filled) + 100):
+            raise ValueError(
+                f"{len(filled):,} boxes of one tensor are cut too wildly to be checked"
+            )
         for other in reaching:
             if box.intersect(other) is not None:
                 return other, box
