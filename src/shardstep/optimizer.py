@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -736,8 +737,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"of the process group first, and then state_dict() on rank {self.rank}"
             )
         state_dict: StateDict = {
-            **self._consolidated,
-            "state": dict(self._consolidated["state"]),
+            **{key: copy(value) for key, value in self._consolidated.items()},
             "param_groups": [dict(group) for group in self._consolidated["param_groups"]],
         }
         for post_hook in self._optimizer_state_dict_post_hooks.values():
