@@ -18,7 +18,16 @@ from shardstep.agree import agree
 from shardstep.attach import ModuleTie, check_membership, describe_buffers, names_in
 from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.exchange import move_state
-from shardstep.checkpoint.plain import load_share, pack_groups
+from shardstep.checkpoint.gaps import warn_of_gaps
+from shardstep.checkpoint.outside import is_by_name, numbered
+from shardstep.checkpoint.plain import install, load_share, pack_groups
+from shardstep.checkpoint.stateful import (
+    asked_by_dcp,
+    is_sharded,
+    read_sharded,
+    refuse_initialisation,
+    sharded_state,
+)
 from shardstep.checkpoint.tree import Leaf
 from shardstep.comm import Comm, connect
 from shardstep.describe import Given, describe, describe_options, is_trainable, parameters
@@ -592,6 +601,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property  # type: ignore[override]
     def state(self) -> LocalState:
         """This rank's part of the state, by parameter; a view that can be read and cleared."""
+        refuse_initialisation()
         return LocalState(self._params, self._local)
 
     @state.setter
@@ -640,13 +650,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """The state as `consolidate_state_dict` last put it together on this rank.
 
         It is what the unsharded optimizer's `state_dict()` would be, with tensors on the CPU, and
-        loads into a plain `torch.optim` optimizer.
+        loads into a plain `torch.optim` optimizer. Only `torch.distributed.checkpoint`, which asks
+        every rank, is given each rank's part of the state instead: see `checkpoint.Sharded`.
 
         Raises:
             RuntimeError: if the state was not consolidated on this rank.
         """
+        return self._state_dict(sharded=asked_by_dcp())
+
+    def _state_dict(self, sharded: bool) -> StateDict:
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
+        state_dict = sharded_state(self) if sharded else self._consolidated_here()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
+
+    def _consolidated_here(self) -> StateDict:
         if self.world_size == 1:
             self.consolidate_state_dict()
         if self._consolidated is None:
@@ -655,19 +675,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"here, call consolidate_state_dict(to={self.rank}) on all {self.world_size} ranks "
                 f"of the process group first, and then state_dict() on rank {self.rank}"
             )
-        state_dict: StateDict = {
+        return {
             "state": dict(self._consolidated["state"]),
             "param_groups": [dict(group) for group in self._consolidated["param_groups"]],
         }
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = post_hook(self, state_dict) or state_dict
-        return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take this rank's share out of a full state dict.
 
-        The dict may come from here, at any world size and layout, or from the plain
-        `torch.optim` class. It is not changed, and nothing keeps hold of its tensors.
+        The dict may come from here, at any world size and layout, from the plain `torch.optim`
+        class, or from FSDP2 and DDP with names for the parameters, nested or flat, as
+        `get_optimizer_state_dict` gives it in full; names are matched to names. It is not changed,
+        and nothing keeps hold of its tensors. A dict that lacks the state of parameters that train
+        is warned of.
 
         Args:
             state_dict: what `state_dict()` returned.
@@ -675,17 +695,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: if it does not fit this optimizer's parameters; nothing is loaded then.
         """
+        sharded = is_sharded(state_dict)
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        load_share(
-            state_dict,
-            groups=self.param_groups,
-            plan=self._plan,
-            group_rank=self.rank,
-            local=self.optim,
-        )
+        if sharded:
+            taken = read_sharded(self, state_dict)
+            held = sorted(self._plan.intervals(self.rank))
+            install(self.optim, held, taken.states, taken.loose, taken.groups)
+            present = taken.present
+        else:
+            if is_by_name(state_dict):
+                names = [spec.name for spec in self._plan.specs]
+                state_dict = numbered(state_dict, self.param_groups, names)
+            present = load_share(
+                state_dict,
+                groups=self.param_groups,
+                plan=self._plan,
+                group_rank=self.rank,
+                local=self.optim,
+            )
         self._local.publish_options()
+        warn_of_gaps(self._local, self._plan, self.rank, present)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -27,13 +27,14 @@ Device = Callable[[int, Leaf], torch.device]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class Kept:
     """What the ranks together keep of one parameter: its holders, and the form of its tensors.
 
     Attributes:
         node: the structure, as the first holder describes it.
         leaves: the tensors in it.
         per_element: for each tensor, whether it has a value for each element of the parameter.
+        shared: whether several ranks hold parts of the parameter.
     """
 
     spec: ParamSpec
@@ -77,12 +78,7 @@ def move_state(
     Raises:
         RuntimeError: on every rank, if the state of some parameter cannot be put together.
     """
-    nodes, tensors = _describe(comm, specs, states)
-    kept = {
-        param: _combine(spec, held, nodes, param)
-        for param, spec in enumerate(specs)
-        if any(param in node for node in nodes)
-    }
+    kept, tensors = survey(comm, specs, held, states)
     me = comm.group_rank
     arrived: dict[int, list[torch.Tensor]] = {}
     results: dict[int, Any] = {}
@@ -110,6 +106,31 @@ def move_state(
     return results
 
 
+def survey(
+    comm: Comm, specs: Sequence[ParamSpec], held: Sequence[Holding], states: Mapping[int, Any]
+) -> tuple[dict[int, Kept], dict[int, list[torch.Tensor]]]:
+    """What the ranks together keep of each parameter that has state, and this rank's tensors of it.
+
+    Called on every rank.
+
+    Args:
+        comm: the ranks.
+        specs: the parameters.
+        held: for each rank, whose elements' state it holds.
+        states: this rank's state by parameter, for those it has any for.
+
+    Raises:
+        RuntimeError: on every rank, if the state of some parameter cannot be put together.
+    """
+    nodes, tensors = _describe(comm, specs, states)
+    kept = {
+        param: _combine(spec, held, nodes, param)
+        for param, spec in enumerate(specs)
+        if any(param in node for node in nodes)
+    }
+    return kept, tensors
+
+
 def _describe(
     comm: Comm, specs: Sequence[ParamSpec], states: Mapping[int, Any]
 ) -> tuple[list[dict[int, Node]], dict[int, list[torch.Tensor]]]:
@@ -133,7 +154,7 @@ def _describe(
 
 def _combine(
     spec: ParamSpec, held: Sequence[Holding], nodes: Sequence[Mapping[int, Node]], param: int
-) -> _Kept:
+) -> Kept:
     """What the holders of a parameter keep of it together.
 
     Raises:
@@ -172,7 +193,7 @@ def _combine(
                 "parameter, but ranks that own parts of it hold different values of it; this "
                 'optimizer is not element-wise: construct it with layout="whole"'
             )
-    return _Kept(spec, nodes[holders[0]][param], found[0], per_element, len(holders) > 1)
+    return Kept(spec, nodes[holders[0]][param], found[0], per_element, len(holders) > 1)
 
 
 def _skeleton(node: Node) -> Node:
@@ -187,7 +208,7 @@ def _skeleton(node: Node) -> Node:
 
 
 def _make(
-    kept: _Kept, wanted: Interval, param: int, device: Device, made: list[torch.Tensor]
+    kept: Kept, wanted: Interval, param: int, device: Device, made: list[torch.Tensor]
 ) -> Any:
     """The state for `wanted`, with room for what is still to arrive; its tensors go to `made`."""
 

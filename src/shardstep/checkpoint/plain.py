@@ -33,7 +33,7 @@ def load_share(
     plan: ShardPlan,
     group_rank: int,
     local: Optimizer,
-) -> None:
+) -> set[int]:
     """Load into `local`, which holds `group_rank`'s pieces, its share of a full state dict.
 
     Args:
@@ -43,30 +43,61 @@ def load_share(
         group_rank: whose share to take.
         local: the optimizer on that rank's pieces, in the groups of their parameters.
 
+    Returns:
+        Which parameters the dict has state for.
+
     Raises:
         ValueError: if the dict does not fit; found on every rank alike, before anything is changed.
     """
     saved_groups = state_dict["param_groups"]
     index_of = _match(saved_groups, groups)
     held = plan.intervals(group_rank)
-    # torch numbers the pieces of the local optimizer in the order of its groups.
-    numbers = {index: number for number, index in enumerate(sorted(held))}
-    state: dict[Any, Any] = {}
+    mine: dict[int, Any] = {}
+    loose: dict[Any, Any] = {}
+    present = set()
     for identifier, value in state_dict["state"].items():
         index = index_of.get(identifier)
         if index is None:
-            state[identifier] = value
+            loose[identifier] = value
             continue
         spec = plan.specs[index]
         if plan.layout == "sliced" or type(local) in ELEMENT_WISE:
             _check(value, spec)
+        if value:
+            present.add(index)
         if index in held:
-            state[numbers[index]] = _take(value, held[index], spec)
+            mine[index] = _take(value, held[index], spec)
+    packed = [
+        {**group, "params": [index_of[identifier] for identifier in group["params"]]}
+        for group in saved_groups
+    ]
+    install(local, sorted(held), mine, loose, packed)
+    return present
+
+
+def install(
+    local: Optimizer,
+    held: Sequence[int],
+    states: Mapping[int, Any],
+    loose: Mapping[Any, Any],
+    groups: Groups,
+) -> None:
+    """Give the optimizer on some pieces their state, and the options of their groups.
+
+    Args:
+        local: the optimizer.
+        held: the numbers of the parameters whose pieces it has, in order.
+        states: state by number of the parameter.
+        loose: state that belongs to no parameter.
+        groups: the groups of all parameters, with their numbers.
+    """
+    # torch numbers the pieces of the local optimizer in the order of its groups.
+    numbers = {index: number for number, index in enumerate(held)}
+    state = {**loose, **{numbers[index]: value for index, value in states.items()}}
     local_groups = []
-    for group in saved_groups:
-        mine = [index_of[identifier] for identifier in group["params"]]
-        kept = [position for position, index in enumerate(mine) if index in held]
-        share = {**group, "params": [numbers[mine[position]] for position in kept]}
+    for group in groups:
+        kept = [position for position, index in enumerate(group["params"]) if index in numbers]
+        share = {**group, "params": [numbers[group["params"][position]] for position in kept]}
         if "param_names" in group:
             share["param_names"] = [group["param_names"][position] for position in kept]
         local_groups.append(share)
