@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -199,6 +198,21 @@ def test_parameters_without_names_are_known_by_their_places(tmp_path: Path) -> N
         assert differing(unbroken(ADAMW), got) == []
 
 
+def test_without_a_process_group_too(tmp_path: Path) -> None:
+    net, opt = zero(ADAMW)
+    advance(opt, net, range(3))
+    dcp.save({"model": net, "optim": opt}, checkpoint_id=tmp_path)
+    for got in [_load_and_advance(tmp_path), *run_ranks(_load_and_advance, 2, tmp_path)]:
+        assert differing(unbroken(ADAMW), got) == []
+
+
+def _load_and_advance(folder: Path) -> list[torch.Tensor]:
+    net, opt = zero(ADAMW)
+    wreck(net)
+    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    return advance(opt, net, range(3, 6))
+
+
 # --------------------------------------------------------------------------- what is in a state
 
 
@@ -367,14 +381,12 @@ def test_a_class_whose_state_cannot_be_found_out_is_refused() -> None:
 # ---------------------------------------------------------------------------- torch's own side
 
 
-def _torch_loads(folder: Path, flat: bool) -> list[torch.Tensor]:
+def _torch_loads(folder: Path) -> list[torch.Tensor]:
     net, opt = plain(ADAMW)
     advance(opt, net, range(9, 11), missing=False)  # so that there is something to replace
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    state = get_optimizer_state_dict(net, opt, options=options)
-    target = {"model": net.state_dict(), "optim": state}
+    target = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, opt)}
     dcp.load(target, checkpoint_id=folder)
-    set_optimizer_state_dict(net, opt, target["optim"], options=options)
+    set_optimizer_state_dict(net, opt, target["optim"])
     net.load_state_dict(target["model"])
     return advance(opt, net, range(3, 6), missing=False)
 
@@ -383,7 +395,7 @@ def _torch_loads(folder: Path, flat: bool) -> list[torch.Tensor]:
 def test_plain_optimizers_load_what_was_saved_here(tmp_path: Path, world_size: int) -> None:
     run_ranks(_save_one, 2, tmp_path, ADAMW, 3, False)
     expected = unbroken(ADAMW, missing=False)
-    for got in run_ranks(_torch_loads, world_size, tmp_path, False):
+    for got in run_ranks(_torch_loads, world_size, tmp_path):
         assert differing(expected, got) == []
 
 
@@ -410,25 +422,20 @@ def test_what_ddp_saved_is_loaded_here(tmp_path: Path, layout: str) -> None:
         assert differing(unbroken(ADAMW, missing=False), got) == []
 
 
-def _fsdp(folder: Path, saving: bool, flat: bool) -> Any:
+def _fsdp(folder: Path, saving: bool) -> Any:
     net = Tiny()
     for part in (net.up, net.down, net):
         fully_shard(part)
     opt = optim.AdamW(net.parameters())
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
     if saving:
         _pass(net, opt, range(3))
-        state = get_optimizer_state_dict(net, opt, options=options)
-        dcp.save({"model": net.state_dict(), "optim": state}, checkpoint_id=folder)
+    state = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, opt)}
+    if saving:
+        dcp.save(state, checkpoint_id=folder)
         return []
-    _pass(net, opt, range(9, 10))
-    state = {
-        "model": net.state_dict(),
-        "optim": get_optimizer_state_dict(net, opt, options=options),
-    }
     dcp.load(state, checkpoint_id=folder)
     net.load_state_dict(state["model"])
-    set_optimizer_state_dict(net, opt, state["optim"], options=options)
+    set_optimizer_state_dict(net, opt, state["optim"])
     _pass(net, opt, range(3, 6))
     return [param.full_tensor() for param in net.parameters()]  # type: ignore[attr-defined]
 
@@ -437,8 +444,8 @@ def test_fsdp2_and_ours_load_from_each_other(tmp_path: Path) -> None:
     net = Tiny()
     expected = _pass(net, optim.AdamW(net.parameters()), range(6))
     run_ranks(_with_module, 2, tmp_path / "ours", True)
-    run_ranks(_fsdp, 2, tmp_path / "fsdp", True, False)
-    for got in run_ranks(_fsdp, 2, tmp_path / "ours", False, False):
+    run_ranks(_fsdp, 2, tmp_path / "fsdp", True)
+    for got in run_ranks(_fsdp, 2, tmp_path / "ours", False):
         assert differing(expected, got) == []
     for world_size in (1, 2):
         for got in run_ranks(_with_module, world_size, tmp_path / "fsdp", False):
@@ -491,8 +498,7 @@ def _other_groups(folder: Path) -> None:
     opt = ZeroRedundancyOptimizer(net.named_parameters(), optim.AdamW)
     advance(opt, net, range(2))
     dcp.save({"optim": opt}, checkpoint_id=folder)
-    _, other = zero(ADAMW)
-    other.param_groups[:] = other.param_groups  # three groups of the same parameters
+    _, other = zero(ADAMW)  # the same parameters in three groups
     dcp.load({"optim": other}, checkpoint_id=folder)
 
 

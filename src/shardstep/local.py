@@ -109,7 +109,7 @@ class LocalOptimizer:
         ):
             twin = self._make(groups)
             twin.step()
-        states = {index: twin.state[copy] for index, copy in copies.items() if twin.state[copy]}
+        states = {index: twin.state[copy] for index, copy in copies.items() if twin.state.get(copy)}
         return states, _loose(twin)
 
     def loose_state(self) -> dict[Any, Any]:

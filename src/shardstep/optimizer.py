@@ -19,7 +19,7 @@ from shardstep.attach import ModuleTie, check_membership, describe_buffers, name
 from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.exchange import move_state
 from shardstep.checkpoint.gaps import warn_of_gaps
-from shardstep.checkpoint.outside import is_by_name, numbered
+from shardstep.checkpoint.outside import numbered
 from shardstep.checkpoint.plain import install, load_share, pack_groups
 from shardstep.checkpoint.stateful import (
     asked_by_dcp,
@@ -705,11 +705,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             install(self.optim, held, taken.states, taken.loose, taken.groups)
             present = taken.present
         else:
-            if is_by_name(state_dict):
-                names = [spec.name for spec in self._plan.specs]
-                state_dict = numbered(state_dict, self.param_groups, names)
+            names = [spec.name for spec in self._plan.specs]
             present = load_share(
-                state_dict,
+                numbered(state_dict, self.param_groups, names),
                 groups=self.param_groups,
                 plan=self._plan,
                 group_rank=self.rank,

@@ -14,8 +14,8 @@ def warn_of_gaps(
 ) -> None:
     """Warn of trainable parameters that have no state although their optimizer keeps some.
 
-    A rank speaks of the groups that it owns something of; whether the class keeps state for a group
-    is found out by a step on copies of the smallest piece.
+    That it keeps some for a group is seen from other parameters of the group; if none has any, a
+    rank that owns some of the group finds it out by a step on a copy of its smallest piece.
 
     Args:
         local: the optimizer on this rank's pieces.
@@ -24,21 +24,21 @@ def warn_of_gaps(
         present: the parameters that have state now.
     """
     trainable = [index for index, spec in enumerate(plan.specs) if spec.trainable]
-    lacking = [index for index in trainable if index not in present]
+    lacking = {index for index in trainable if index not in present}
+    keeping = {plan.specs[index].group for index in present}
     smallest: dict[int, tuple[int, int]] = {}
     for index, held in plan.intervals(group_rank).items():
-        if index in lacking:
-            group = plan.specs[index].group
+        group = plan.specs[index].group
+        if index in lacking and group not in keeping:
             smallest[group] = min(smallest.get(group, (held.numel, index)), (held.numel, index))
-    if not smallest:
-        return
-    tried = {index: group for group, (_, index) in smallest.items()}
-    try:
-        states, _ = local.rehearse(tried)
-        keeping = {tried[index] for index in states}
-    except Exception:  # whatever a step on zero gradients does not agree with
-        keeping = set(tried.values())
-    missed = [index for index in lacking if plan.specs[index].group in keeping]
+    if smallest:
+        tried = {index: group for group, (_, index) in smallest.items()}
+        try:
+            states, _ = local.rehearse(tried)
+            keeping |= {tried[index] for index in states}
+        except Exception:  # whatever a step on zero gradients does not agree with
+            keeping |= set(tried.values())
+    missed = [index for index in sorted(lacking) if plan.specs[index].group in keeping]
     if not missed:
         return
     if len(lacking) == len(trainable):

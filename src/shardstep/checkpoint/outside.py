@@ -28,25 +28,31 @@ def bare(names: Iterable[str], ddp: bool = True) -> list[str]:
     return found
 
 
-def is_by_name(state_dict: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state dict has names for its parameters and not numbers."""
-    if "param_groups" not in state_dict:
-        return True
-    groups = state_dict["param_groups"]
-    return any(isinstance(name, str) for group in groups for name in group["params"])
-
-
-def numbered(state_dict: Mapping[str, Any], groups: Groups, names: Sequence[str]) -> dict[str, Any]:
+def numbered(
+    state_dict: Mapping[str, Any], groups: Groups, names: Sequence[str]
+) -> Mapping[str, Any]:
     """The same dict with numbers, in the order of this optimizer's parameters and groups.
 
+    One that has numbers is returned as it is, unless it has names beside them that say that it is
+    about the same parameters in another order.
+
     Args:
-        state_dict: with names, nested or flat, as `get_optimizer_state_dict` gives it.
+        state_dict: an optimizer's full state dict. Names in place of numbers may be nested or flat,
+            as `get_optimizer_state_dict` gives them.
         groups: the parameter groups of this optimizer.
         names: its parameters' names, group after group.
 
     Raises:
         ValueError: if it is about other parameters, or has only a part of them.
     """
+    if "param_groups" in state_dict:
+        saved_groups = state_dict["param_groups"]
+        if not any(isinstance(name, str) for group in saved_groups for name in group["params"]):
+            beside = [name for group in saved_groups for name in group.get("param_names", ())]
+            theirs, own = bare(beside), bare(names)
+            if theirs == own or sorted(theirs) != sorted(own):
+                return state_dict
+            state_dict = by_name(state_dict, beside)
     ours = _names_in_groups(groups, names)
     if "param_groups" not in state_dict:
         state_dict = _nested(state_dict, ours, groups)
@@ -138,7 +144,8 @@ def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:
         )
     index_of = {name: index for index, name in enumerate(ours)}
     unknown = [name for name, own in zip(saved, theirs, strict=True) if own not in index_of]
-    missing = [name for name, own in zip(names, ours, strict=True) if own not in set(theirs)]
+    said = set(theirs)
+    missing = [name for name, own in zip(names, ours, strict=True) if own not in said]
     if unknown or missing:
         raise ValueError(
             "the loaded state dict is about other parameters than this optimizer: "
@@ -148,7 +155,7 @@ def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:
                 if which
             )
         )
-    if len(set(theirs)) != len(theirs) or len(index_of) != len(ours):
+    if len(said) != len(theirs) or len(index_of) != len(ours):
         raise ValueError("the loaded state dict, or this optimizer, has a parameter's name twice")
     return [index_of[name] for name in theirs]
 

@@ -26,6 +26,7 @@ import torch
 from shardstep.agree import agree
 from shardstep.checkpoint.exchange import Kept, survey
 from shardstep.checkpoint.outside import bare, numbered
+from shardstep.checkpoint.portable import Reading, holds, portable
 from shardstep.checkpoint.stand_in import StandIn
 from shardstep.checkpoint.tree import Leaf, Node, decode, encode, leaves
 from shardstep.comm import Comm
@@ -122,7 +123,7 @@ class ShardedDict(dict[str, Any]):
 
 def is_sharded(state_dict: Mapping[str, Any]) -> bool:
     """Whether a state dict has this rank's part of the state only."""
-    return isinstance(state_dict, ShardedDict) or _holds(state_dict.get("state"), StandIn)
+    return isinstance(state_dict, ShardedDict) or holds(state_dict.get("state"), StandIn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +168,10 @@ def sharded_state(optimizer: ZeroRedundancyOptimizer) -> ShardedDict:
     optimizer._local.push_options()
     optimizer._local.publish_options()
     names = _names(optimizer)
+    held = optimizer.plan.intervals(optimizer.rank)
     found = _survey(optimizer)
     state: dict[str, Any] = {
-        names[index]: _lay_out(optimizer, index, form)
+        names[index]: _lay_out(form, optimizer._params[index], held.get(index))
         for index, form in sorted(found.params.items())
     }
     for key, form in found.loose.items():
@@ -237,13 +239,13 @@ def read_sharded(optimizer: ZeroRedundancyOptimizer, state_dict: Mapping[str, An
             what = f"parameter {names[index]!r}"
             if names[index] not in read:
                 raise ValueError(f"the sharded state dict has no entry for {what}")
-            value = _Reading(what).read(form.kept.node, read[names[index]])
+            value = Reading(what).read(form.kept.node, read[names[index]])
             if value is not None:
                 share.present.add(index)
                 if index in held:
                     share.states[index] = value
         for key, loose in survey.loose.items():
-            value = _Reading(f"state {key!r}").read(loose.node, read.get(str(key)))
+            value = Reading(f"state {key!r}").read(loose.node, read.get(str(key)))
             if value is not None:
                 share.loose[key] = value
         return share, []
@@ -320,10 +322,15 @@ def _survey_loose(
     return agree(comm, "describing the optimizer state", make)
 
 
-def _lay_out(optimizer: ZeroRedundancyOptimizer, index: int, form: _Form) -> Any:
-    """The state of one parameter: stand-ins, and what is small enough to be on every rank."""
-    kept, spec, param = form.kept, optimizer.plan.specs[index], optimizer._params[index]
-    interval = optimizer.plan.intervals(optimizer.rank).get(index)
+def _lay_out(form: _Form, param: torch.Tensor, interval: Interval | None) -> Any:
+    """The state of one parameter: stand-ins, and what is small enough to be on every rank.
+
+    Args:
+        form: its form.
+        param: the parameter.
+        interval: which of its elements this rank holds.
+    """
+    kept, spec = form.kept, form.kept.spec
     number = -1
 
     def make(leaf: Leaf) -> torch.Tensor:
@@ -343,7 +350,7 @@ def _lay_out(optimizer: ZeroRedundancyOptimizer, index: int, form: _Form) -> Any
             stand_in.hold(form.tensors[number], cut)
         return stand_in
 
-    return _portable(decode(kept.node, make), form.started)
+    return portable(decode(kept.node, make), form.started)
 
 
 def _lay_out_loose(form: _Loose, what: str) -> Any:
@@ -357,107 +364,4 @@ def _lay_out_loose(form: _Loose, what: str) -> Any:
         stand_in.hold(tensor)
         return stand_in
 
-    return _portable(decode(form.node, make), form.started)
-
-
-# Two things the checkpoint module does not carry: keys that are not words, and tensors in a tuple,
-# which it would pickle. They travel as words and lists, and become again what the loading side's
-# own state says they are.
-
-
-def _portable(value: Any, started: bool = True) -> Any:
-    """State as the checkpoint module can take it apart; None for a value that is not there yet."""
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, Mapping):
-        made = {str(key): _portable(item, started) for key, item in value.items()}
-        if len(made) != len(value):
-            raise RuntimeError(f"keys {list(value)} of the optimizer state differ in type only")
-        return made
-    if _holds(value, (torch.Tensor, Mapping)):
-        return [_portable(item, started) for item in value]
-    return value if started else None
-
-
-def _holds(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Whether there is something of these kinds in a value."""
-    if isinstance(value, kinds):
-        return True
-    if isinstance(value, Mapping):
-        return any(_holds(item, kinds) for item in value.values())
-    return type(value) in (list, tuple) and any(_holds(item, kinds) for item in value)
-
-
-class _Reading:
-    """Reads the state of one parameter, and notices whether it is there.
-
-    Args:
-        what: whose state it is, for error messages.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._there: list[str] = []
-        self._absent: list[str] = []
-        self._values: list[Any] = []
-
-    def read(self, node: Node, value: Any) -> Any:
-        """The state that `node` describes, as it was read; None if it was saved as not there.
-
-        Raises:
-            ValueError: if it is of another form, or there in part only.
-        """
-        read = self._walk(node, value, "")
-        if self._there and self._absent:
-            raise ValueError(
-                f"{self._what} was loaded with {self._there[0]!r} but without {self._absent[0]!r}; "
-                "the checkpoint was not made by an optimizer of this class and options"
-            )
-        if self._absent or (not self._there and all(each is None for each in self._values)):
-            return None
-        return read
-
-    def _walk(self, node: Node, value: Any, path: str) -> Any:
-        kind, *inner = node
-        if kind == "tensor":
-            return self._tensor(value, path)
-        if kind == "dict":
-            if not isinstance(value, Mapping) or not all(str(key) in value for key, _ in inner[0]):
-                raise self._unfit(path, value)
-            return {
-                key: self._walk(item, value[str(key)], f"{path}.{key}") for key, item in inner[0]
-            }
-        if kind in ("list", "tuple") and any(each[0] != "value" for each in _within(node)):
-            if not isinstance(value, (list, tuple)) or len(value) != len(inner[0]):
-                raise self._unfit(path, value)
-            pairs = enumerate(zip(inner[0], value, strict=True))
-            items = [self._walk(item, each, f"{path}.{number}") for number, (item, each) in pairs]
-            return items if kind == "list" else tuple(items)
-        self._values.append(value)
-        return value
-
-    def _tensor(self, value: Any, path: str) -> Any:
-        absent = value is None or (
-            isinstance(value, StandIn) and not value.started and not value.asked
-        )
-        (self._absent if absent else self._there).append(path.removeprefix("."))
-        if absent:
-            return None
-        if isinstance(value, StandIn):
-            return value.hand_over()
-        if isinstance(value, torch.Tensor):
-            return value.detach().clone()
-        if isinstance(value, (int, float)):
-            return value  # step counters were numbers once
-        raise self._unfit(path, value)
-
-    def _unfit(self, path: str, value: Any) -> ValueError:
-        place = path.removeprefix(".") or "the state"
-        return ValueError(f"{self._what} was loaded with a {type(value).__name__} for {place!r}")
-
-
-def _within(node: Node) -> list[Node]:
-    """The nodes inside of a list or tuple, but for lists and tuples themselves."""
-    if node[0] in ("list", "tuple"):
-        return [found for item in node[1] for found in _within(item)]
-    return [node]
+    return portable(decode(form.node, make), form.started)
