@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -30,6 +31,7 @@ from ranks import raises_on_every_rank, run_ranks
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.checkpoint import Sharded
 from shardstep.checkpoint.stand_in import StandIn
+from shardstep.plan import Interval, ParamSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -327,9 +329,7 @@ def test_what_was_there_is_replaced(tmp_path: Path) -> None:
 
 
 class Dicing(Optimizer):
-    """Draws random numbers, and counts its steps outside of its state."""
-
-    steps = 0
+    """Draws random numbers."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -491,6 +491,28 @@ def _survives(folder: Path) -> list[Any]:
 
 def test_a_load_that_fails_half_way_changes_nothing(tmp_path: Path) -> None:
     assert run_ranks(_survives, 2, tmp_path) == [[], []]
+
+
+def test_what_was_not_read_is_not_a_number() -> None:
+    stand_in = StandIn("a moment", (4, 6), torch.float32, torch.device("cpu"), True)
+    live = torch.zeros(10)
+    spec = ParamSpec.of("w", (4, 6))
+    stand_in.hold(live, (Interval(8, 18), spec))
+    boxes = stand_in.__create_chunk_list__()
+    assert [(tuple(b.offsets), tuple(b.sizes)) for b in boxes] == [
+        ((1, 2), (1, 4)),
+        ((2, 0), (1, 6)),
+    ]
+    room = stand_in.__get_tensor_shard__(MetadataIndex("w", (2, 0)))
+    assert room is not None
+    room.copy_(torch.arange(6.0).view(1, 6))
+    read = stand_in.hand_over()
+    assert read is not None
+    assert read.isnan().tolist() == [True] * 4 + [False] * 6
+    assert read[4:].tolist() == [0, 1, 2, 3, 4, 5]
+    assert live.tolist() == [0] * 10
+    with pytest.raises(RuntimeError, match="taken out of this dict already"):
+        stand_in.hand_over()
 
 
 def _other_groups(folder: Path) -> None:

@@ -54,6 +54,10 @@ class Sharded:
     parameter, or state that the class first makes in a later step than its first, reaches only an
     optimizer that has such state already.
 
+    `async_save` works with its default thread; its process of its own would pickle the state and is
+    refused. On torch's side, `get_optimizer_state_dict` has to give the nested form; dicts in its
+    flat form go to `load_state_dict` in full.
+
     Args:
         optimizer: the optimizer.
 
