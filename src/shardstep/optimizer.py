@@ -19,7 +19,16 @@ from shardstep.agree import agree
 from shardstep.attach import ModuleTie, check_membership, describe_buffers, names_in
 from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.exchange import move_state
-from shardstep.checkpoint.plain import load_share, masters_in, pack_groups
+from shardstep.checkpoint.gaps import warn_of_gaps
+from shardstep.checkpoint.outside import numbered
+from shardstep.checkpoint.plain import install, load_share, masters_in, pack_groups
+from shardstep.checkpoint.stateful import (
+    asked_by_dcp,
+    is_sharded,
+    read_sharded,
+    refuse_initialisation,
+    sharded_state,
+)
 from shardstep.checkpoint.tree import Leaf
 from shardstep.comm import Comm, connect
 from shardstep.describe import Given, describe, describe_options, is_trainable, parameters
@@ -662,6 +671,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property  # type: ignore[override]
     def state(self) -> LocalState:
         """This rank's part of the state, by parameter; a view that can be read and cleared."""
+        refuse_initialisation()
         return LocalState(self._params, self._local)
 
     @state.setter
@@ -721,13 +731,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         It is what the unsharded optimizer's `state_dict()` would be, with tensors on the CPU, and
         loads into a plain `torch.optim` optimizer. Masters, if there are any, are beside that under
-        `"masters"`, by number of the parameter and in its shape.
+        `"masters"`, by number of the parameter and in its shape. Only
+        `torch.distributed.checkpoint`, which asks every rank, is given each rank's part of the
+        state instead: see `checkpoint.Sharded`.
 
         Raises:
             RuntimeError: if the state was not consolidated on this rank.
         """
+        return self._state_dict(sharded=asked_by_dcp())
+
+    def _state_dict(self, sharded: bool) -> StateDict:
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
+        state_dict = sharded_state(self) if sharded else self._consolidated_here()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
+
+    def _consolidated_here(self) -> StateDict:
         if self.world_size == 1:
             self.consolidate_state_dict()
         if self._consolidated is None:
@@ -736,20 +757,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"here, call consolidate_state_dict(to={self.rank}) on all {self.world_size} ranks "
                 f"of the process group first, and then state_dict() on rank {self.rank}"
             )
-        state_dict: StateDict = {
+        return {
             **{key: copy(value) for key, value in self._consolidated.items()},
             "param_groups": [dict(group) for group in self._consolidated["param_groups"]],
         }
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = post_hook(self, state_dict) or state_dict
-        return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take this rank's share out of a full state dict.
 
-        The dict may come from here, at any world size and layout, or from the plain
-        `torch.optim` class. It is not changed, and nothing keeps hold of its tensors. Masters are
-        taken from it if it has any, and made from the parameters otherwise.
+        The dict may come from here, at any world size and layout, from the plain `torch.optim`
+        class, or from FSDP2 and DDP with names for the parameters, nested or flat, as
+        `get_optimizer_state_dict` gives it in full; names are matched to names. It is not changed,
+        and nothing keeps hold of its tensors. Masters are taken from it if it has any, and made from
+        the parameters otherwise. A dict that lacks the state of parameters that train is warned of.
 
         Args:
             state_dict: what `state_dict()` returned.
@@ -757,20 +777,30 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: if it does not fit this optimizer's parameters; nothing is loaded then.
         """
+        sharded = is_sharded(state_dict)
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        masters = masters_in(state_dict, self.param_groups, self._plan, self.rank)
-        load_share(
-            state_dict,
-            groups=self.param_groups,
-            plan=self._plan,
-            group_rank=self.rank,
-            local=self.optim,
-        )
+        if sharded:
+            taken = read_sharded(self, state_dict)
+            masters, present = taken.masters, taken.present
+            held = sorted(self._plan.intervals(self.rank))
+            install(self.optim, held, taken.states, taken.loose, taken.groups, self._plan.specs)
+        else:
+            names = [spec.name for spec in self._plan.specs]
+            state_dict = numbered(state_dict, self.param_groups, names)
+            masters = masters_in(state_dict, self.param_groups, self._plan, self.rank)
+            present = load_share(
+                state_dict,
+                groups=self.param_groups,
+                plan=self._plan,
+                group_rank=self.rank,
+                local=self.optim,
+            )
         self._set_masters(masters)
         self._rounding.step = state_dict.get("rounding_step", self._rounding.step)
         self._local.publish_options()
+        warn_of_gaps(self._local, self._plan, self.rank, present)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

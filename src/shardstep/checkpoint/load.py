@@ -252,18 +252,15 @@ class _Loading:
             for index, state in optimizer._local.states().items()
             if index not in self.match.found
         }
-        numbers = {
-            index: n for n, index in enumerate(sorted(optimizer.plan.intervals(optimizer.rank)))
-        }
         groups = []
         first = 0
-        for mine, options in zip(local.param_groups, self.groups, strict=True):
+        for mine, options in zip(optimizer.param_groups, self.groups, strict=True):
             last = first + len(mine["params"])
             groups.append({**mine, **options, "params": list(range(first, last))})
             first = last
-        state = {numbers[index]: value for index, value in {**states, **self.states}.items()}
-        dtypes = [optimizer.plan.specs[index].dtype for index in sorted(numbers)]
-        install(local, {**state, **self.loose}, groups, dtypes)
+        plan = optimizer.plan
+        held = sorted(plan.intervals(optimizer.rank))
+        install(local, held, {**states, **self.states}, self.loose, groups, plan.specs)
 
     def _put_weights(self) -> None:
         """Copy what this rank has read to where it belongs, and send it to the others."""

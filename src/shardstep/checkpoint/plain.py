@@ -33,7 +33,7 @@ def load_share(
     plan: ShardPlan,
     group_rank: int,
     local: Optimizer,
-) -> None:
+) -> set[int]:
     """Load into `local`, which holds `group_rank`'s pieces, its share of a full state dict.
 
     Args:
@@ -43,50 +43,69 @@ def load_share(
         group_rank: whose share to take.
         local: the optimizer on that rank's pieces, in the groups of their parameters.
 
+    Returns:
+        Which parameters the dict has state for.
+
     Raises:
         ValueError: if the dict does not fit; found on every rank alike, before anything is changed.
     """
     saved_groups = state_dict["param_groups"]
     index_of = _match(saved_groups, groups)
     held = plan.intervals(group_rank)
-    # torch numbers the pieces of the local optimizer in the order of its groups.
-    numbers = {index: number for number, index in enumerate(sorted(held))}
-    state: dict[Any, Any] = {}
+    mine: dict[int, Any] = {}
+    loose: dict[Any, Any] = {}
+    present = set()
     for identifier, value in state_dict["state"].items():
         index = index_of.get(identifier)
         if index is None:
-            state[identifier] = value
+            loose[identifier] = value
             continue
         spec = plan.specs[index]
         if plan.layout == "sliced" or type(local) in ELEMENT_WISE:
             _check(value, spec)
+        if value:
+            present.add(index)
         if index in held:
-            state[numbers[index]] = _take(value, held[index], spec)
-    local_groups = []
-    for group in saved_groups:
-        mine = [index_of[identifier] for identifier in group["params"]]
-        kept = [position for position, index in enumerate(mine) if index in held]
-        share = {**group, "params": [numbers[mine[position]] for position in kept]}
-        if "param_names" in group:
-            share["param_names"] = [group["param_names"][position] for position in kept]
-        local_groups.append(share)
-    install(local, state, local_groups, [plan.specs[index].dtype for index in sorted(held)])
+            mine[index] = _take(value, held[index], spec)
+    packed = [
+        {**group, "params": [index_of[identifier] for identifier in group["params"]]}
+        for group in saved_groups
+    ]
+    install(local, sorted(held), mine, loose, packed, plan.specs)
+    return present
 
 
 def install(
-    local: Optimizer, state: Mapping[Any, Any], groups: Groups, dtypes: Sequence[torch.dtype]
+    local: Optimizer,
+    held: Sequence[int],
+    states: Mapping[int, Any],
+    loose: Mapping[Any, Any],
+    groups: Groups,
+    specs: Sequence[ParamSpec],
 ) -> None:
-    """Give `local` this state, by number of the piece, and these groups.
+    """Give the optimizer on some pieces their state, and the options of their groups.
 
     Args:
         local: the optimizer.
-        state: by number of the piece.
-        groups: with numbers in place of pieces.
-        dtypes: of the parameters that the pieces are of.
+        held: the numbers of the parameters whose pieces it has, in order.
+        states: state by number of the parameter.
+        loose: state that belongs to no parameter.
+        groups: the groups of all parameters, with their numbers.
+        specs: all parameters.
     """
-    local.load_state_dict({"state": state, "param_groups": groups})
+    # torch numbers the pieces of the local optimizer in the order of its groups.
+    numbers = {index: number for number, index in enumerate(held)}
+    state = {**loose, **{numbers[index]: value for index, value in states.items()}}
+    local_groups = []
+    for group in groups:
+        kept = [position for position, index in enumerate(group["params"]) if index in numbers]
+        share = {**group, "params": [numbers[group["params"][position]] for position in kept]}
+        if "param_names" in group:
+            share["param_names"] = [group["param_names"][position] for position in kept]
+        local_groups.append(share)
+    local.load_state_dict({"state": state, "param_groups": local_groups})
     if _casts_blindly(local):
-        _restore_dtypes(local, state, dtypes)
+        _restore_dtypes(local, state, [specs[index].dtype for index in held])
 
 
 def masters_in(
