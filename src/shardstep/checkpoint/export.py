@@ -131,6 +131,7 @@ def _write_torch(path: Path, folder: Path, part: Part, named: bool, stages: Stag
 
     with Checkpoint(path, room) as checkpoint:
         value = _value(checkpoint, part, named)
+    scratch.rest()
     with _Sink(folder / EXPORT, scratch.rest, stages("writing", sum(sizes))) as file:
         torch.save(value, file)
         os.fsync(file.fileno())
