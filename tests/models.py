@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 import shardstep.optimizer
 from problems import copies, differing
-from shardstep import ZeroRedundancyOptimizer
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep.comm import Comm
 from shardstep.demo.gpt import GPT, GPTConfig
 
@@ -217,8 +217,9 @@ def with_plain(module: nn.Module, kind: Kind = ADAMW) -> Setup:
 
 
 def with_zero(module: nn.Module, kind: Kind = ADAMW, **options: Any) -> Setup:
-    """ZeRO-2, with buckets as small as can be unless it is told otherwise."""
+    """ZeRO-2, with the smallest buckets and DDP's own precision unless it is told otherwise."""
     options.setdefault("bucket_bytes", 1)
+    options.setdefault("precision", MixedPrecision(master_dtype=None))
     opt: Any = ZeroRedundancyOptimizer(
         module.parameters(), kind[0], module=module, **options, **kind[1]
     )

@@ -7,17 +7,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from reference.naive_masters import NaiveMasters
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks import run_ranks
 from shardstep import (
+    MixedPrecision,
     ZeroRedundancyOptimizer,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
     register,
 )
+from shardstep.rounding import StochasticRounding
 
 pytestmark = [
     pytest.mark.gpu,
@@ -195,3 +198,124 @@ def test_a_model_over_two_devices_is_sharded_on_both(view: bool) -> None:
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_a_model_over_two_devices_works_under_nccl(backend: str) -> None:
     assert run_ranks(_two_devices, 1, True, backend=backend) == [[]]
+
+
+# ------------------------------------------------------------------------------ 16-bit parameters
+
+
+def _gradients(models: list[nn.Module], step: int) -> None:
+    """The same made gradient on all of them, and on all ranks."""
+    for number, params in enumerate(zip(*(model.parameters() for model in models), strict=True)):
+        random = torch.Generator().manual_seed(1000 * step + number)
+        grad = torch.randn(params[0].shape, generator=random)
+        for param in params:
+            param.grad = grad.to(param)
+
+
+def _with_masters(dtype: torch.dtype, fused: bool, layout: str, with_module: bool) -> list[str]:
+    options: dict[str, Any] = {"lr": 1e-3, "fused": fused}
+    plain, ours = _model().cuda().to(dtype), _model().cuda().to(dtype)
+    naive = NaiveMasters([{"params": list(plain.parameters())}], AdamW, **options)
+    opt = ZeroRedundancyOptimizer(
+        ours.parameters(),
+        AdamW,
+        module=ours if with_module else None,
+        precision=MixedPrecision(),
+        layout=layout,
+        bucket_bytes=100_000,
+        **options,
+    )
+    failures = []
+    for step in range(10):
+        if step == 5:  # what is written to a parameter counts
+            for a, b, m in zip(plain.parameters(), ours.parameters(), naive.masters, strict=True):
+                a.data.clamp_(-0.02, 0.02)
+                b.data.clamp_(-0.02, 0.02)
+                m.data.copy_(torch.where(m.to(dtype) == a, m, a.float()))
+        _gradients([plain, ours], step)
+        naive.take_gradients()
+        naive.step()
+        opt.step()
+        opt.zero_grad()
+        if not _same(plain, ours):
+            failures.append(f"parameters differ after step {step}")
+    return failures
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "world_size", "layout", "with_module"),
+    [
+        ("nccl", 1, "sliced", True),
+        ("nccl", 1, "whole", False),
+        ("gloo", 2, "sliced", True),
+        ("gloo", 2, "whole", True),
+        ("gloo", 2, "sliced", False),
+    ],
+)
+def test_masters_have_the_numbers_of_masters_that_nobody_shards(
+    dtype: torch.dtype, fused: bool, backend: str, world_size: int, layout: str, with_module: bool
+) -> None:
+    outcome = run_ranks(
+        _with_masters, world_size, dtype, fused, layout, with_module, backend=backend
+    )
+    assert outcome == [[]] * world_size
+
+
+def _steps_without_waiting(policy: MixedPrecision) -> int:
+    model = _model().cuda().bfloat16()
+    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, precision=policy, lr=1e-3, fused=True)
+    for step in range(3):
+        _gradients([model], step)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        opt.step()
+        torch.cuda.set_sync_debug_mode("default")
+    return 3
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_step_does_not_wait_for_the_device(stochastic: bool) -> None:
+    policy = MixedPrecision(None if stochastic else torch.float32, stochastic_rounding=stochastic)
+    assert run_ranks(_steps_without_waiting, 1, policy, backend="nccl") == [3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_draws_the_same_on_every_device(dtype: torch.dtype) -> None:
+    source = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    rounded = []
+    for device in ("cpu", "cuda"):
+        target = torch.empty(source.numel(), dtype=dtype, device=device)
+        StochasticRounding(4).round_into(target, source.to(device), param=1, offset=64)
+        rounded.append(target.cpu())
+    assert torch.equal(*rounded)
+
+
+def _device_bytes() -> float:
+    """Bytes per element of the model, beside the pool that gradients travel through."""
+    width = 2048
+    before = torch.cuda.memory_allocated()
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(24)))
+    model = model.cuda().bfloat16()
+    numel = sum(param.numel() for param in model.parameters())
+    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, module=model, lr=1e-3)
+    for step in range(2):
+        torch.manual_seed(step)
+        model(torch.randn(8, width, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    torch.cuda.synchronize()
+    gradients: Any = opt._gradients
+    own = {lane.shard.data_ptr() for lane in gradients._lanes}
+    pooled = {
+        lane.buffer.untyped_storage().data_ptr(): lane.buffer.untyped_storage().nbytes()
+        for lane in gradients._lanes
+        if lane.buffer.data_ptr() not in own
+    }
+    return (torch.cuda.memory_allocated() - before - sum(pooled.values())) / numel
+
+
+def test_memory_on_the_device_is_2_bytes_and_16_divided_by_the_ranks() -> None:
+    assert run_ranks(_device_bytes, 1, backend="nccl") == [pytest.approx(2 + 16, rel=0.02)]
+    assert run_ranks(_device_bytes, 2) == [pytest.approx(2 + 16 / 2, rel=0.02)] * 2

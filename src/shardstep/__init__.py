@@ -2,8 +2,10 @@
 
 from shardstep.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved, register
 from shardstep.optimizer import ZeroRedundancyOptimizer
+from shardstep.precision import MixedPrecision
 
 __all__ = [
+    "MixedPrecision",
     "ZeroRedundancyOptimizer",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",

@@ -46,13 +46,33 @@ def clip_norm(
         own = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)  # type: ignore[arg-type]
     everyone = gather_scalar(comm, own.to(device=device, dtype=dtype))
     norm: torch.Tensor = torch.linalg.vector_norm(everyone, norm_type)
+    refuse_nonfinite(norm, norm_type, error_if_nonfinite)
+    torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm, foreach)
+    return norm
+
+
+def wide_norm(
+    params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], norm_type: float
+) -> torch.Tensor:
+    """The norm of the gradients of `params`, each computed in the dtype given for it."""
+    norms = [
+        torch.linalg.vector_norm(param.grad.detach(), norm_type, dtype=dtype).to(params[0].device)
+        for param, dtype in zip(params, dtypes, strict=True)
+        if param.grad is not None
+    ]
+    if not norms:
+        return torch.zeros((), device=params[0].device)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm
+
+
+def refuse_nonfinite(norm: torch.Tensor, norm_type: float, error_if_nonfinite: bool) -> None:
+    """Raise if asked to and the norm is not finite."""
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they "
             "cannot be clipped; to scale them all the same, pass error_if_nonfinite=False"
         )
-    torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm, foreach)
-    return norm
 
 
 def unscale(

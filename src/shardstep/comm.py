@@ -92,7 +92,9 @@ class Comm(Protocol):
     ) -> Pending:
         """Put the sum over all ranks of this rank's segment of flat `buffer` into `out`.
 
-        Called on every rank. `buffer` is left in an unspecified state.
+        Called on every rank. `buffer` is left in an unspecified state. What travels has its dtype;
+        if `out` has a wider one, the exchange way adds up in that, and the collective way in the
+        dtype that travels.
         """
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -288,8 +290,10 @@ class GroupComm:
             )
             return _Then(_Works(name, works), lambda: _add_up(parts, out))
         if len({segment.numel() for segment in segments}) == 1:
-            work = _reduce_scatter_single(out, wire, group=self.group, async_op=True)
-            return _Works(name, [work])
+            summed = out if out.dtype == wire.dtype else torch.empty_like(own)
+            work = _reduce_scatter_single(summed, wire, group=self.group, async_op=True)
+            pending = _Works(name, [work])
+            return pending if summed is out else _Then(pending, lambda: out.copy_(summed))
         # Segments of different lengths: each is reduced to its owner, in rank order everywhere.
         works = [
             dist.reduce(segment, group=self.group, group_dst=target, async_op=True)
@@ -439,10 +443,17 @@ def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """The sum of `parts`, added in their order."""
-    torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        out.add_(part)
+    """The sum of `parts`, added in their order and in the wider of the two dtypes."""
+    if out.dtype == parts[0].dtype:
+        torch.add(parts[0], parts[1], out=out)
+        rest, total = parts[2:], out
+    else:
+        total = out.copy_(parts[0]) if out.itemsize > parts[0].itemsize else parts[0]
+        rest = parts[1:]
+    for part in rest:
+        total.add_(part)
+    if total is not out:
+        out.copy_(total)
 
 
 def _chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:

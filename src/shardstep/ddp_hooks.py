@@ -58,6 +58,7 @@ def hook_with_zero_step(
         ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
     """
     _check(ddp, zero)
+    _check_wire(zero)
     zero._gather_ahead_of(ddp.module)
 
     def reduce_then_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -97,6 +98,7 @@ def hook_with_zero_step_interleaved(
         ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
     """
     _check(ddp, zero)
+    _check_wire(zero)
     _check_dense(ddp)
     zero._gather_ahead_of(ddp.module)
     stepper = _BucketStepper(zero)
@@ -190,6 +192,14 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
                 f"parameter {name!r} of the DDP module trains but DDP was told to leave it out of "
                 "its buckets, so no hook would see its gradient; freeze it or let DDP have it"
             )
+
+
+def _check_wire(zero: ZeroRedundancyOptimizer) -> None:
+    if zero._precision.reduce_dtype is not None:
+        raise ValueError(
+            f"reduce_dtype={zero._precision.reduce_dtype} has no effect here: the communication "
+            "hook that is wrapped says in which dtype gradients travel; use register(ddp, zero)"
+        )
 
 
 def _check_dense(ddp: DistributedDataParallel) -> None:
@@ -311,13 +321,14 @@ class _BucketStepper:
         zero = self._zero
         for piece, tensor in zero._shard:
             if piece.param in grads:
-                tensor.grad = part_of(grads[piece.param], piece, zero._params[piece.param])
+                param = zero._params[piece.param]
+                tensor.grad = part_of(grads[piece.param], piece, param, tensor.dtype)
         before = _counts(zero.optim)
         zero.optim.step()
         self._counting = self._counting or _counts(zero.optim) != before
         for _, tensor in zero._shard:
             tensor.grad = None
-        zero._shard.settle()
+        zero._shard.settle(grads)
         complete = []
         for number, missing in enumerate(self._missing):
             if missing and not missing.difference(grads):
@@ -333,6 +344,7 @@ class _BucketStepper:
             self._step_next()
         self._begun = False
         zero = self._zero
+        zero._shard.end()
         zero._gather.launch([number for number, missing in enumerate(self._missing) if missing])
         zero._local.publish_options()
         if not zero._stepped_in_backward:

@@ -13,7 +13,9 @@ from typing import Protocol
 import torch
 
 from shardstep.buffers import flat
+from shardstep.clip import refuse_nonfinite, wide_norm
 from shardstep.plan import Bucket, Piece, ShardPlan
+from shardstep.precision import MixedPrecision
 from shardstep.shard import Shard
 
 
@@ -54,10 +56,18 @@ class FullGradients:
         plan: the placement.
         params: all parameters, in the plan's order.
         shard: this rank's pieces, where whole parameters stand for themselves.
+        precision: in which dtype each parameter is stepped on.
     """
 
-    def __init__(self, plan: ShardPlan, params: Sequence[torch.Tensor], shard: Shard) -> None:
+    def __init__(
+        self,
+        plan: ShardPlan,
+        params: Sequence[torch.Tensor],
+        shard: Shard,
+        precision: MixedPrecision,
+    ) -> None:
         self._params = params
+        self._precision = precision
         self._views = shard.views
         self._cut_anywhere = [
             (plan.specs[slot.param].name, params[slot.param])
@@ -68,6 +78,8 @@ class FullGradients:
 
     def collect(self) -> None:
         """Point each part of a parameter at its part of that parameter's gradient.
+
+        A tensor of a wider dtype than its parameter gets a copy, which lasts until `release`.
 
         Raises:
             ValueError: if a parameter that is cut anywhere has a sparse gradient; found on every
@@ -81,7 +93,7 @@ class FullGradients:
                 )
         for piece, tensor in self._views:
             param = self._params[piece.param]
-            tensor.grad = part_of(param.grad, piece, param)
+            tensor.grad = part_of(param.grad, piece, param, tensor.dtype)
 
     def release(self) -> None:
         """Let go of the gradients, so that `zero_grad()` can free them."""
@@ -94,10 +106,20 @@ class FullGradients:
     def clip_norm(
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
     ) -> torch.Tensor:
-        """Every rank has every gradient: torch's own clipping is right."""
-        return torch.nn.utils.clip_grad_norm_(
-            self._params, max_norm, norm_type, error_if_nonfinite, foreach
-        )
+        """Every rank has every gradient: torch's own clipping is right.
+
+        But it rounds the norm of a 16-bit gradient to 16 bits. Where such a gradient is stepped on
+        in a wider dtype, its norm is computed in that.
+        """
+        dtypes = [self._precision.step_dtype(param.dtype) for param in self._params]
+        if all(param.dtype == dtype for param, dtype in zip(self._params, dtypes, strict=True)):
+            return torch.nn.utils.clip_grad_norm_(
+                self._params, max_norm, norm_type, error_if_nonfinite, foreach
+            )
+        norm = wide_norm(self._params, dtypes, norm_type)
+        refuse_nonfinite(norm, norm_type, error_if_nonfinite)
+        torch.nn.utils.clip_grads_with_norm_(self._params, max_norm, norm, foreach)
+        return norm
 
     def full(self, param: int) -> torch.Tensor | None:
         """A copy of what is in `param.grad`."""
@@ -119,11 +141,14 @@ class FullGradients:
         """Nothing is attached."""
 
 
-def part_of(grad: torch.Tensor | None, piece: Piece, param: torch.Tensor) -> torch.Tensor | None:
-    """What belongs to `piece` of the gradient of `param`; a view."""
-    if grad is None or piece.entire:
-        return grad
-    return flat(grad, param.stride())[piece.param_interval.slice]
+def part_of(
+    grad: torch.Tensor | None, piece: Piece, param: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What belongs to `piece` of the gradient of `param`; a view, unless `dtype` is another."""
+    if grad is None:
+        return None
+    part = grad if piece.entire else flat(grad, param.stride())[piece.param_interval.slice]
+    return part.to(dtype)
 
 
 def _is_cut(start: int, stop: int, bucket: Bucket) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from shardstep.agree import agree
 from shardstep.attach import ModuleTie, check_membership, describe_buffers, names_in
 from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.exchange import move_state
-from shardstep.checkpoint.plain import load_share, pack_groups
+from shardstep.checkpoint.plain import load_share, masters_in, pack_groups
 from shardstep.checkpoint.tree import Leaf
 from shardstep.comm import Comm, connect
 from shardstep.describe import Given, describe, describe_options, is_trainable, parameters
@@ -32,9 +32,12 @@ from shardstep.join import (
     take_options,
 )
 from shardstep.local import LocalOptimizer, LocalState
-from shardstep.plan import Interval, ShardPlan, share
+from shardstep.masters import Copies, Masters, Wide
+from shardstep.plan import Interval, Piece, ShardPlan, share
+from shardstep.precision import MixedPrecision, resolve, warn_of_16_bits, widened
 from shardstep.probe import choose_layout
 from shardstep.reduce import ShardedGradients
+from shardstep.rounding import StochasticRounding
 from shardstep.shard import Shard
 
 logger = logging.getLogger(__name__)
@@ -70,6 +73,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Parameters live in buckets then.
         layout: `"sliced"` cuts parameters anywhere, `"whole"` never cuts one; `"auto"` takes
             `"sliced"` where the class is known to be element-wise and `"whole"` otherwise.
+        precision: how 16-bit parameters are stepped on, and in which dtype gradients travel. If
+            None, they get fp32 masters with `module`; without it, they are updated in 16 bits, as
+            by `optimizer_class` itself, and rank 0 warns once of what that loses.
         bucket_bytes: a bucket is closed once it holds this much; None for a sixteenth of the model,
             but between 1 and 25 MiB.
         overlap: with `module`, whether communication runs during backward and forward; the numbers
@@ -104,6 +110,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         *,
         module: torch.nn.Module | None = None,
         layout: str = "auto",
+        precision: MixedPrecision | None = None,
         bucket_bytes: int | None = None,
         overlap: bool = True,
         broadcast_buffers: bool = True,
@@ -136,10 +143,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._step_owed = False
         self._shadowing = False
         self._consolidated: StateDict | None = None
+        # Which parameters have, or had, a wider tensor to be stepped on: one that is frozen keeps
+        # its master, as it keeps its state.
+        self._widened: set[int] = set()
+        self._warned = precision is not None or self.rank != 0
 
         def make() -> tuple[ShardPlan, list[str]]:
             if overlap_with_ddp and module is not None:
                 raise ValueError("module= replaces DDP: leave out overlap_with_ddp=True")
+            self._precision = resolve(precision, self._apart, module is not None)
+            self._rounding = StochasticRounding(self._precision.seed)
             # The local optimizer knows the class's defaults, in the class's order; they are taken
             # over from it below.
             Optimizer.__init__(self, given.items(), {})
@@ -158,6 +171,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"optimizer class {type(self.optim).__qualname__}",
                 f"overlap_with_ddp={overlap_with_ddp}, module={module is not None}, "
                 f"broadcast_buffers={broadcast_buffers}",
+                f"{self._precision}",
             ]
             if module is not None:
                 lines += describe_buffers(module)
@@ -202,7 +216,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return plan, [*head, *map(str, specs), "no more parameters", f"plan {plan.fingerprint}"]
 
     def _shard_of(self, plan: ShardPlan) -> Shard:
-        return Shard(plan, parameters(self.param_groups), self.rank, self._apart)
+        self._widened |= widened(plan.specs, self._precision)
+        dtypes = {
+            index: dtype
+            for index, spec in enumerate(plan.specs)
+            if index in self._widened
+            and (dtype := self._precision.step_dtype(spec.dtype)) != spec.dtype
+        }
+
+        def widen(pieces: Sequence[Piece], params: Sequence[torch.Tensor]) -> Wide:
+            narrow = [piece for piece in pieces if piece.param in dtypes]
+            if self._precision.stochastic_rounding:
+                return Copies(narrow, params, dtypes, self._rounding)
+            return Masters(narrow, params, dtypes)
+
+        return Shard(plan, parameters(self.param_groups), self.rank, self._apart, widen)
 
     def _adopt(self, plan: ShardPlan, shard: Shard) -> None:
         """Make `plan` the one in force."""
@@ -210,6 +238,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._shard = shard
         self._params = parameters(self.param_groups)
         self._trainable = [spec.trainable for spec in plan.specs]
+        if not self._warned and self._module is None:
+            self._warned = warn_of_16_bits(plan.specs, type(self.optim).__name__)
         home = BucketViews if self.parameters_as_bucket_view else OwnStorage
         self._home: Home = home(plan, self._params, self.rank)
         self._settle_in()
@@ -233,9 +263,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _make_gradients(self) -> Gradients:
         if self._reducer is None:
-            return FullGradients(self._plan, self._params, self._shard)
+            return FullGradients(self._plan, self._params, self._shard, self._precision)
         return self._reducer(
-            self._comm, self._plan, self._params, self._shard, self._overlap, self._announce
+            self._comm,
+            self._plan,
+            self._params,
+            self._shard,
+            self._overlap,
+            self._announce,
+            self._precision,
         )
 
     def _settle_in(self) -> None:
@@ -295,14 +331,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._gradients.detach()
         before = self._plan
         params = parameters(self.param_groups)
-        states = move_state(
-            self._comm,
-            plan.specs,
-            held=[before.intervals(rank) for rank in range(self.world_size)],
-            wanted=[plan.intervals(rank) for rank in range(self.world_size)],
-            states=self._local.states(),
-            device=lambda index, leaf: _beside(params[index], leaf),
-        )
+
+        def move(states: Mapping[int, Any]) -> dict[int, Any]:
+            return move_state(
+                self._comm,
+                plan.specs,
+                held=[before.intervals(rank) for rank in range(self.world_size)],
+                wanted=[plan.intervals(rank) for rank in range(self.world_size)],
+                states=states,
+                device=lambda index, leaf: _beside(params[index], leaf),
+            )
+
+        states = move(self._local.states())
+        masters = move(self._masters()) if self._widened else {}
         now_frozen = (
             index
             for index, (old, new) in enumerate(zip(before.specs, plan.specs, strict=False))
@@ -310,6 +351,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
         self._home.detach(now_frozen)
         shard = self._shard_of(plan)
+        shard.take_masters(masters)
         self._adopt(plan, shard)
         self._local.adopt(shard, states)
 
@@ -371,6 +413,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Have parameters, plan and options as they are to be stepped on. Called on every rank."""
         self._gather.land()
         self._follow(stepping=True)
+        self._shard.begin()
         self._local.push_options()
 
     def _notify(self) -> None:
@@ -403,6 +446,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                         f"{type(self.optim).__name__} evaluates its closure more than once in a "
                         "step, which a divided optimizer cannot do; use it unsharded"
                     )
+                if evaluations > 1:
+                    self._settle()  # the model is to see what was made of the masters so far
                 loss = given()
                 self._gradients.collect()
                 return loss
@@ -411,10 +456,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         loss: float | None = self.optim.step(**kwargs)
         self._stepped = True
         self._gradients.release()
-        if self._shard.settle():
-            self._settle_in()
+        self._settle()
+        self._shard.end()
         self._local.publish_options()
         return loss
+
+    def _settle(self) -> None:
+        """Let this rank's pieces of the parameters be what the local optimizer made of them."""
+        if self._shard.settle():
+            self._settle_in()
 
     def _sync_params(self) -> None:
         """Gather what the other ranks updated. Called on every rank."""
@@ -561,16 +611,31 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             parameter: the parameter or its name.
         """
         index = self._index(parameter)
+        return dict(self._whole(index, self._local.states()) or {})
+
+    def full_master(self, parameter: torch.Tensor | str) -> torch.Tensor | None:
+        """The whole master of one parameter, on every rank; None if it has none.
+
+        Called on every rank, with the same parameter.
+
+        Args:
+            parameter: the parameter or its name.
+        """
+        master: torch.Tensor | None = self._whole(self._index(parameter), self._masters())
+        return master
+
+    def _whole(self, index: int, held: Mapping[int, Any]) -> Any:
+        """What the ranks hold of one parameter, put together on every rank; None if nothing."""
         everything = {index: Interval(0, self._plan.specs[index].numel)}
-        states = move_state(
+        moved = move_state(
             self._comm,
             self._plan.specs,
             held=[self._plan.intervals(rank) for rank in range(self.world_size)],
             wanted=[everything] * self.world_size,
-            states={i: state for i, state in self._local.states().items() if i == index},
+            states={i: state for i, state in held.items() if i == index},
             device=lambda i, leaf: _beside(self._params[i], leaf),
         )
-        return dict(states.get(index, {}))
+        return moved.get(index)
 
     def _index(self, parameter: torch.Tensor | str) -> int:
         for index, (param, spec) in enumerate(zip(self._params, self._plan.specs, strict=True)):
@@ -623,28 +688,39 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         agree(self._comm, "consolidate_state_dict", make)
         specs = self._plan.specs
         everything = {index: Interval(0, spec.numel) for index, spec in enumerate(specs)}
-        states = move_state(
-            self._comm,
-            specs,
-            held=[self._plan.intervals(rank) for rank in range(self.world_size)],
-            wanted=[everything if rank == to else {} for rank in range(self.world_size)],
-            states=self._local.states(),
-            device=lambda index, leaf: torch.device("cpu"),
-        )
+
+        def move(states: Mapping[int, Any]) -> dict[int, Any]:
+            moved = move_state(
+                self._comm,
+                specs,
+                held=[self._plan.intervals(rank) for rank in range(self.world_size)],
+                wanted=[everything if rank == to else {} for rank in range(self.world_size)],
+                states=states,
+                device=lambda index, leaf: torch.device("cpu"),
+            )
+            return dict(sorted(moved.items()))
+
+        states = move(self._local.states())
+        masters = move(self._masters()) if self._widened else {}
         self._consolidated = None
         if self.rank == to:
             self._local.push_options()
             self._local.publish_options()
             self._consolidated = {
-                "state": {**dict(sorted(states.items())), **self._local.loose_state()},
+                "state": {**states, **self._local.loose_state()},
                 "param_groups": pack_groups(self.param_groups),
             }
+            if masters:
+                self._consolidated["masters"] = masters
+            if self._precision.stochastic_rounding:
+                self._consolidated["rounding_step"] = self._rounding.step
 
     def state_dict(self) -> StateDict:
         """The state as `consolidate_state_dict` last put it together on this rank.
 
         It is what the unsharded optimizer's `state_dict()` would be, with tensors on the CPU, and
-        loads into a plain `torch.optim` optimizer.
+        loads into a plain `torch.optim` optimizer. Masters, if there are any, are beside that under
+        `"masters"`, by number of the parameter and in its shape.
 
         Raises:
             RuntimeError: if the state was not consolidated on this rank.
@@ -660,6 +736,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"of the process group first, and then state_dict() on rank {self.rank}"
             )
         state_dict: StateDict = {
+            **self._consolidated,
             "state": dict(self._consolidated["state"]),
             "param_groups": [dict(group) for group in self._consolidated["param_groups"]],
         }
@@ -671,7 +748,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Take this rank's share out of a full state dict.
 
         The dict may come from here, at any world size and layout, or from the plain
-        `torch.optim` class. It is not changed, and nothing keeps hold of its tensors.
+        `torch.optim` class. It is not changed, and nothing keeps hold of its tensors. Masters are
+        taken from it if it has any, and made from the parameters otherwise.
 
         Args:
             state_dict: what `state_dict()` returned.
@@ -682,6 +760,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
+        masters = masters_in(state_dict, self.param_groups, self._plan, self.rank)
         load_share(
             state_dict,
             groups=self.param_groups,
@@ -689,9 +768,30 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             group_rank=self.rank,
             local=self.optim,
         )
+        self._set_masters(masters)
+        self._rounding.step = state_dict.get("rounding_step", self._rounding.step)
         self._local.publish_options()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _masters(self) -> dict[int, torch.Tensor]:
+        """This rank's masters, by number of the parameter; empty if there are none.
+
+        Flat for a piece that is part of a parameter, in the parameter's shape for an entire one.
+        They are the ones in use, not copies, and in step with the parameters.
+        """
+        self._gather.land()
+        return self._shard.masters()
+
+    def _set_masters(self, masters: Mapping[int, torch.Tensor]) -> None:
+        """Take these, in the form that `_masters()` gives; make others from the parameters.
+
+        Where a parameter does not hold the rounding of its master when the next step is taken, the
+        parameter is right and the master is made anew.
+        """
+        self._gather.land()
+        self._shard.take_masters(None)
+        self._shard.take_masters(masters)
 
     # ------------------------------------------------------------------------- uneven inputs
 

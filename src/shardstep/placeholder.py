@@ -45,10 +45,13 @@ class ShardedGrad(torch.Tensor):
     param_name: str
     keeper: Keeper
     incoming: torch.Tensor | None
+    _divided_dtype: torch.dtype
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, param: int, name: str, keeper: Keeper) -> ShardedGrad:
-        """A stand-in for the gradient of `like`."""
+    def __new__(
+        cls, like: torch.Tensor, param: int, name: str, keeper: Keeper, dtype: torch.dtype
+    ) -> ShardedGrad:
+        """A stand-in for the gradient of `like`, which lies divided and in `dtype`."""
         self: ShardedGrad = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
@@ -56,7 +59,16 @@ class ShardedGrad(torch.Tensor):
         self.param_name = name
         self.keeper = keeper
         self.incoming = None
+        self._divided_dtype = dtype
         return self
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype in which the ranks have the gradient; autograd sees the parameter's own.
+
+        Asked by `GradScaler`, which refuses to unscale what it takes for fp16.
+        """
+        return self._divided_dtype
 
     def take_incoming(self) -> torch.Tensor | None:
         """What autograd has added since this was last asked; it is kept here no longer."""
@@ -97,8 +109,9 @@ class ShardedGrad(torch.Tensor):
 
 def _accumulate(grads: Sequence[ShardedGrad], new: torch.Tensor, *_: Any) -> ShardedGrad:
     (grad,) = grads
-    # Not in place: what autograd hands over may be somebody else's gradient too.
-    grad.incoming = new if grad.incoming is None else grad.incoming + new
+    # Not in place: what autograd hands over may be somebody else's gradient too. And in the dtype
+    # that the sum will be stepped on in.
+    grad.incoming = new if grad.incoming is None else grad.incoming.to(grad.dtype) + new
     return grad
 
 

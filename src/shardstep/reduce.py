@@ -28,6 +28,7 @@ from shardstep.clip import clip_norm, unscale
 from shardstep.comm import Comm, Pending
 from shardstep.placeholder import ShardedGrad
 from shardstep.plan import Bucket, Interval, ShardPlan
+from shardstep.precision import MixedPrecision
 from shardstep.shard import Shard
 
 POOL = 4
@@ -59,9 +60,10 @@ class _Lane:
     Attributes:
         bucket: the bucket.
         params: numbers of its parameters.
-        buffer: where its gradients are packed; shared with every POOL-th bucket.
+        buffer: where its gradients are packed, in the dtype in which they travel; shared with every
+            POOL-th bucket.
         views: where each parameter lies in the buffer, in the parameter's shape.
-        shard: this rank's segment of the reduced gradient.
+        shard: this rank's segment of the reduced gradient, in the dtype that is stepped on.
     """
 
     bucket: Bucket
@@ -99,6 +101,7 @@ class ShardedGradients:
         overlap: whether buckets leave during backward, or all at its end.
         announce: called before each batch of collectives that a rank without data has to shadow,
             with what it is and what that rank has to know of it.
+        precision: in which dtype gradients travel, and in which they are added up and stepped on.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class ShardedGradients:
         shard: Shard,
         overlap: bool,
         announce: Announce,
+        precision: MixedPrecision,
     ) -> None:
         self._comm = comm
         self._plan = plan
@@ -116,14 +120,17 @@ class ShardedGradients:
         self._shard = shard
         self._overlap = overlap
         self._announce = announce
+        self._precision = precision
         self._lock = threading.RLock()
         self._trained = [index for index, spec in enumerate(plan.specs) if spec.trainable]
-        self._dtypes = {plan.specs[index].dtype for index in self._trained}
+        self._dtypes = [precision.step_dtype(spec.dtype) for spec in plan.specs]
         self._lane_of: dict[int, int] = {}
         self._lanes = self._lay_lanes()
         self._grads = self._grads_of_pieces()
         self._standing = {
-            index: ShardedGrad(params[index], index, plan.specs[index].name, self)
+            index: ShardedGrad(
+                params[index], index, plan.specs[index].name, self, self._dtypes[index]
+            )
             for index in self._trained
         }
         self._in_flight: deque[_InFlight] = deque()
@@ -156,23 +163,26 @@ class ShardedGradients:
     def _lay_lanes(self) -> list[_Lane]:
         order = list(reversed(self._plan.training_buckets))
         devices = [self._params[bucket.slots[0].param].device for bucket in order]
+        wires = [self._precision.wire_dtype(bucket.dtype) for bucket in order]
+        sizes = [b.numel * wire.itemsize for b, wire in zip(order, wires, strict=True)]
         # Every POOL-th bucket of a device shares a buffer, which is as long as its longest.
         largest: dict[tuple[torch.device, int], int] = {}
-        for number, (bucket, device) in enumerate(zip(order, devices, strict=True)):
+        for number, (device, nbytes) in enumerate(zip(devices, sizes, strict=True)):
             place = (device, number % POOL)
-            largest[place] = max(largest.get(place, 0), bucket.nbytes)
+            largest[place] = max(largest.get(place, 0), nbytes)
         pool: dict[tuple[torch.device, int], torch.Tensor] = {}
         lanes: list[_Lane] = []
         for number, (bucket, device) in enumerate(zip(order, devices, strict=True)):
             place = (device, number % POOL)
             segment = bucket.segment(self._comm.group_rank)
-            shard = torch.zeros(segment.numel, dtype=bucket.dtype, device=device)
+            dtype = self._precision.step_dtype(bucket.dtype)
+            shard = torch.zeros(segment.numel, dtype=dtype, device=device)
             if self._comm.world_size == 1:
                 buffer = shard  # nothing travels: gradients are packed where they are kept
             else:
                 if place not in pool:
                     pool[place] = torch.zeros(largest[place], dtype=torch.uint8, device=device)
-                buffer = pool[place][: bucket.nbytes].view(bucket.dtype)
+                buffer = pool[place][: sizes[number]].view(wires[number])
             params = [slot.param for slot in bucket.slots]
             lanes.append(_Lane(bucket, params, buffer, self._views(bucket, buffer), shard))
             self._lane_of.update(dict.fromkeys(params, number))
@@ -226,7 +236,9 @@ class ShardedGradients:
                 return
             # Models over several devices run their backward in several threads.
             with gradients._lock:
-                if not gradients._paused:
+                if gradients._paused:
+                    gradients._held_back(index)
+                else:
                     gradients._arrived(index)
 
         return gradient_is_there
@@ -345,7 +357,7 @@ class ShardedGradients:
                 self._used_here.add(index)
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
-                torch.mul(grad.detach(), scale, out=view)
+                _scale(grad.detach(), scale, view)
             self._stand_in(index)
 
     def _kept(self, params: Sequence[int]) -> set[int]:
@@ -441,12 +453,24 @@ class ShardedGradients:
         `param.grad`, would take them for everybody's. On every rank alike, whatever it found.
         """
         for index in self._trained:
-            grad = self._params[index].grad
-            if not isinstance(grad, ShardedGrad):
-                self._start_over(index)
-                self._standing[index].incoming = grad
-                self._params[index].grad = self._standing[index]
-                self._aside.add(index)
+            self._put_aside(index)
+
+    def _put_aside(self, index: int) -> None:
+        grad = self._params[index].grad
+        if not isinstance(grad, ShardedGrad):
+            self._start_over(index)
+            self._standing[index].incoming = grad
+            self._params[index].grad = self._standing[index]
+            self._aside.add(index)
+
+    def _held_back(self, index: int) -> None:
+        """A gradient came that is not to be sent yet.
+
+        Autograd would add the next one to it in 16 bits; to a stand-in it is added in the dtype
+        that is stepped on.
+        """
+        if self._dtypes[index] != self._plan.specs[index].dtype:
+            self._put_aside(index)
 
     def collect(self) -> None:
         """Finish the reductions and give each piece its gradient. Called on every rank.
@@ -569,11 +593,12 @@ class ShardedGradients:
     ) -> torch.Tensor:
         """Take part in clipping. Called on every rank."""
         self.collect()
+        lanes = {lane.shard.dtype for lane in self._lanes}
         return clip_norm(
             self._comm,
             [tensor for _, tensor in self._shard],
             self._params[0].device,
-            torch.float64 if torch.float64 in self._dtypes else torch.float32,
+            torch.float64 if torch.float64 in lanes else torch.float32,
             max_norm,
             norm_type,
             error_if_nonfinite,
@@ -619,7 +644,8 @@ class ShardedGradients:
         for group_rank in range(self._comm.world_size):
             held = here.intersect(bucket.segment(group_rank))
             cuts.append(max(cuts[-1], held.stop - here.start if held.numel else 0))
-        whole = torch.zeros(slot.numel, dtype=spec.dtype, device=self._params[param].device)
+        device = self._params[param].device
+        whole = torch.zeros(slot.numel, dtype=self._dtypes[param], device=device)
         own = whole[cuts[self._comm.group_rank] : cuts[self._comm.group_rank + 1]]
         if own.numel():
             own.copy_(self._grads[param].detach().as_strided((own.numel(),), (1,)))
@@ -635,3 +661,11 @@ class ShardedGradients:
         self.zero(set_to_none=True)
         for handle in self._handles:
             handle.remove()
+
+
+def _scale(grad: torch.Tensor, scale: float, view: torch.Tensor) -> None:
+    """Put `grad`, scaled, into `view`, with one rounding to the narrower of their dtypes."""
+    if view.itemsize > grad.itemsize:
+        view.copy_(grad).mul_(scale)
+    else:
+        torch.mul(grad, scale, out=view)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from shardstep.buffers import flat
+from shardstep.masters import Wide
 from shardstep.plan import Piece, ShardPlan
+
+Widen = Callable[[Sequence[Piece], Sequence[torch.Tensor]], Wide]
+"""Makes the tensors of a wider dtype, for those of a rank's pieces that are to have one."""
 
 
 class Shard:
@@ -16,35 +20,46 @@ class Shard:
     A piece that is part of a parameter is a flat view of it. A piece that is a whole parameter is
     the parameter itself, whose gradient is where the optimizer looks for it and whose state is
     keyed as the user expects; or, with `apart`, a tensor beside it that shares its memory, for when
-    the gradient of the piece is not what the user sees in `param.grad`.
+    the gradient of the piece is not what the user sees in `param.grad`. Where a piece has a tensor
+    of a wider dtype to be stepped on, it is that, in memory of its own.
 
     Args:
         plan: the placement.
         params: all parameters of the optimizer, in the plan's order.
         group_rank: whose pieces these are.
         apart: whether whole parameters too get a tensor of their own.
+        widen: makes the tensors of a wider dtype.
     """
 
     def __init__(
-        self, plan: ShardPlan, params: Sequence[torch.Tensor], group_rank: int, apart: bool
+        self,
+        plan: ShardPlan,
+        params: Sequence[torch.Tensor],
+        group_rank: int,
+        apart: bool,
+        widen: Widen,
     ) -> None:
         self._params = params
         self._apart = apart
         self.pieces = tuple(sorted(plan.pieces(group_rank), key=lambda piece: piece.param))
+        self._wide = widen(self.pieces, params)
         self._tensors = {piece.param: self._make(piece) for piece in self.pieces}
         self.views = [
             (piece, tensor) for piece, tensor in self if tensor is not params[piece.param]
         ]
+        self._widened = [(piece, tensor) for piece, tensor in self if piece.param in self._wide]
         self._remember()
 
     def _make(self, piece: Piece) -> torch.Tensor:
         param = self._params[piece.param]
-        if piece.entire and not self._apart:
+        if piece.entire and not self._apart and piece.param not in self._wide:
             return param
         return torch.nn.Parameter(self._view(piece), requires_grad=param.requires_grad)
 
     def _view(self, piece: Piece) -> torch.Tensor:
-        """Where the piece lies in its parameter's memory."""
+        """Where the piece lies: in its parameter's memory, or in that of its wider tensor."""
+        if piece.param in self._wide:
+            return self._wide.place(piece)
         param = self._params[piece.param]
         return param.detach() if piece.entire else flat(param)[piece.param_interval.slice]
 
@@ -61,11 +76,49 @@ class Shard:
 
     def repoint(self) -> None:
         """Follow the parameters to where their data lies now, keeping the piece objects."""
-        for piece, tensor in self.views:
+        self._wide.repoint()
+        self._place(self.views)
+
+    def _place(self, views: Iterable[tuple[Piece, torch.Tensor]]) -> None:
+        for piece, tensor in views:
             tensor.data = self._view(piece)
         self._remember()
 
-    def settle(self) -> bool:
+    def begin(self) -> None:
+        """A step is to come: let every tensor hold what its parameter holds."""
+        if self._wide.begin():
+            self._place(self._widened)
+
+    def settle(self, among: Container[int] | None = None) -> bool:
+        """Let the parameters hold what an optimizer has made of the tensors of their pieces.
+
+        Args:
+            among: the numbers of the parameters that were stepped on; None for all.
+
+        Returns:
+            Whether any parameter of this shard has moved.
+        """
+        moved = self._take_back()
+        self._wide.settle(among)
+        return moved
+
+    def end(self) -> None:
+        """The step is over: let go of what was there for it alone."""
+        if self._wide.end():
+            self._place(self._widened)
+
+    def masters(self) -> dict[int, torch.Tensor]:
+        """The masters of the pieces that have one, by number of the parameter.
+
+        Flat for a part of a parameter, in the parameter's shape for an entire one; not copies.
+        """
+        return self._wide.values()
+
+    def take_masters(self, masters: Mapping[int, torch.Tensor] | None) -> None:
+        """Copy these into the masters of the pieces that have one; None: make them anew."""
+        self._wide.take(masters)
+
+    def _take_back(self) -> bool:
         """Take back what an optimizer wrote beside its tensors instead of into them.
 
         Some optimizers assign `p.data` a new tensor. Where `p` is a view of a parameter, the values

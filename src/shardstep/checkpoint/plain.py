@@ -77,7 +77,33 @@ def install(local: Optimizer, state: Mapping[Any, Any], groups: Groups) -> None:
     """Give `local` this state, by number of the piece, and these groups."""
     local.load_state_dict({"state": state, "param_groups": groups})
     if _casts_blindly(local):
-        _restore_dtypes(local, state)
+        _restore_dtypes(local, state, [plan.specs[index].dtype for index in sorted(held)])
+
+
+def masters_in(
+    state_dict: Mapping[str, Any], groups: Groups, plan: ShardPlan, group_rank: int
+) -> dict[int, torch.Tensor]:
+    """What a full state dict has of the masters of `group_rank`'s pieces, by parameter.
+
+    Raises:
+        ValueError: if it does not fit; found on every rank alike.
+    """
+    index_of = _match(state_dict["param_groups"], groups)
+    held = plan.intervals(group_rank)
+    share: dict[int, torch.Tensor] = {}
+    for identifier, master in state_dict.get("masters", {}).items():
+        index = index_of.get(identifier)
+        if index is None:
+            raise ValueError(f"there is a master for {identifier!r}, which is in no group")
+        spec = plan.specs[index]
+        if master.shape != spec.shape:
+            raise ValueError(
+                f"the master of parameter {spec.name!r} has shape {tuple(master.shape)}, but the "
+                f"parameter has shape {spec.shape}; this state dict belongs to another model"
+            )
+        if index in held:
+            share[index] = _take(master, held[index], spec)
+    return share
 
 
 def _match(saved: Groups, groups: Groups) -> dict[Any, int]:
@@ -125,21 +151,26 @@ def _casts_blindly(local: Optimizer) -> bool:
     return ours and not type(local).__module__.startswith("torch.optim")
 
 
-def _restore_dtypes(local: Optimizer, saved: Mapping[Any, Any]) -> None:
+def _restore_dtypes(
+    local: Optimizer, saved: Mapping[Any, Any], dtypes: Sequence[torch.dtype]
+) -> None:
     params = [param for group in local.param_groups for param in group["params"]]
-    for number, param in enumerate(params):
+    for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
         if number in saved:
-            local.state[param] = _recast(local.state[param], saved[number])
+            # What was in step with a 16-bit parameter is to be in step with its master now.
+            cast = dtype if param.dtype != dtype else None
+            local.state[param] = _recast(local.state[param], saved[number], cast)
 
 
-def _recast(loaded: Any, saved: Any) -> Any:
-    """`loaded`, where it is, with the values and dtypes of `saved`."""
+def _recast(loaded: Any, saved: Any, cast: torch.dtype | None) -> Any:
+    """`loaded`, where it is, with the values and dtypes of `saved`, but for what was `cast`."""
     if isinstance(saved, torch.Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+        as_loaded = loaded.dtype == saved.dtype or saved.dtype == cast
+        return loaded if as_loaded else saved.to(loaded.device)
     if isinstance(saved, Mapping):
-        return {key: _recast(loaded[key], item) for key, item in saved.items()}
+        return {key: _recast(loaded[key], item, cast) for key, item in saved.items()}
     if type(saved) in (list, tuple):
-        return type(saved)(_recast(a, b) for a, b in zip(loaded, saved, strict=True))
+        return type(saved)(_recast(a, b, cast) for a, b in zip(loaded, saved, strict=True))
     # The base class takes a string for an iterable of characters, and loads something else.
     return saved
 

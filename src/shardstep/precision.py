@@ -1,0 +1,142 @@
+"""The policy for parameters of fewer than 32 bits: what is stepped on, sent and rounded how."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardstep.plan import ParamSpec
+
+_WIDE = (torch.float32, torch.float64)
+_WIRE = (torch.float16, torch.bfloat16, *_WIDE)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecision:
+    """How an optimizer treats parameters that are narrower than it would like.
+
+    A 16-bit weight cannot take a small update: bf16 has 8 significant bits, so whatever is less
+    than 1/512 of the weight is rounded away, step after step. A *master* is the same element
+    in fp32, kept by the rank that owns it: gradients are made fp32, the optimizer steps on the
+    master and keeps its state in fp32, and what the model sees is the master rounded to nearest.
+
+    Only parameters narrower than `master_dtype` get masters; all others are left as they are.
+
+    Args:
+        master_dtype: dtype of the masters, `torch.float32` or `torch.float64`; None for none.
+        reduce_dtype: dtype in which gradients travel, for all real floating-point parameters; None
+            for the parameter's own, as under DDP. With `module=` or `register` only: elsewhere
+            somebody else sends the gradients. Whatever travels, a piece that has a master gets its
+            gradient, and adds rounds up, in `master_dtype`.
+        stochastic_rounding: without masters, step on fp32 copies that exist during the step only,
+            and round them up or down at random, with the chances that make the mean right. State
+            is in fp32.
+        seed: of that randomness. What is drawn depends on it, on the step, the parameter's number
+            and the element's, and on nothing else: not on the number of ranks, nor the layout.
+
+    Example:
+        >>> MixedPrecision().step_dtype(torch.bfloat16)
+        torch.float32
+        >>> MixedPrecision(reduce_dtype=torch.float32).wire_dtype(torch.bfloat16)
+        torch.float32
+    """
+
+    master_dtype: torch.dtype | None = torch.float32
+    reduce_dtype: torch.dtype | None = None
+    stochastic_rounding: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.master_dtype not in (None, *_WIDE):
+            raise ValueError(
+                "master_dtype has to be torch.float32, torch.float64 or None, not "
+                f"{self.master_dtype}"
+            )
+        if self.reduce_dtype not in (None, *_WIRE):
+            raise ValueError(
+                "reduce_dtype has to be a floating-point dtype of 16, 32 or 64 bits or None, not "
+                f"{self.reduce_dtype}"
+            )
+        if self.stochastic_rounding and self.master_dtype is not None:
+            raise ValueError(
+                "with masters nothing is lost by rounding to nearest, so stochastic_rounding=True "
+                "needs master_dtype=None"
+            )
+
+    def step_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In what dtype the optimizer steps on a parameter of `dtype`."""
+        wide = torch.float32 if self.stochastic_rounding else self.master_dtype
+        narrower = wide is not None and dtype.is_floating_point and dtype.itemsize < wide.itemsize
+        return wide if narrower and wide is not None else dtype
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In what dtype gradients of a parameter of `dtype` are sent."""
+        return self.reduce_dtype if self.reduce_dtype and dtype.is_floating_point else dtype
+
+
+UNCHANGED = MixedPrecision(master_dtype=None)
+"""Everything is done in the parameter's own dtype."""
+
+
+def resolve(
+    given: MixedPrecision | None, sends_gradients: bool, has_module: bool
+) -> MixedPrecision:
+    """The policy in force.
+
+    Without one, masters are made where the optimizer has the module, and so stands for DDP and all
+    that belongs to it; a drop-in replacement of an optimizer does what that does.
+
+    Args:
+        given: what the user said.
+        sends_gradients: whether this optimizer may come to reduce gradients.
+        has_module: whether it was given the module.
+
+    Raises:
+        TypeError: if it is not a policy.
+        ValueError: if it says something about gradients that somebody else sends.
+    """
+    if given is None:
+        return MixedPrecision() if has_module else UNCHANGED
+    if not isinstance(given, MixedPrecision):
+        raise TypeError(f"precision has to be a MixedPrecision, not a {type(given).__name__}")
+    if given.reduce_dtype is not None and not sends_gradients:
+        raise ValueError(
+            f"reduce_dtype={given.reduce_dtype} has no effect here: without module= gradients are "
+            "reduced by somebody else, such as DDP, whose communication hooks say in which dtype"
+        )
+    return given
+
+
+def widened(specs: Sequence[ParamSpec], policy: MixedPrecision) -> set[int]:
+    """The numbers of the trainable parameters that are stepped on in a wider dtype."""
+    return {
+        number
+        for number, spec in enumerate(specs)
+        if spec.trainable and policy.step_dtype(spec.dtype) != spec.dtype
+    }
+
+
+def warn_of_16_bits(specs: Sequence[ParamSpec], optimizer: str) -> bool:
+    """Say what is lost if any of these trains in 16 bits. Returns whether it was said."""
+    narrow = [
+        spec
+        for spec in specs
+        if spec.trainable and spec.dtype.is_floating_point and spec.dtype.itemsize < 4
+    ]
+    if not narrow:
+        return False
+    dtype = str(narrow[0].dtype).removeprefix("torch.")
+    share = 4 / torch.finfo(narrow[0].dtype).eps
+    warnings.warn(
+        f"{len(narrow)} parameters, the first of them {narrow[0].name!r}, train in {dtype}: "
+        f"{optimizer} updates them, and keeps its state, in {dtype}, where an update of less than "
+        f"1/{share:.0f} of a weight is rounded away. Pass precision=MixedPrecision() to keep "
+        "fp32 masters, divided among the ranks; precision=MixedPrecision(master_dtype=None, "
+        "stochastic_rounding=True) to do without masters and lose nothing in the mean; or "
+        "precision=MixedPrecision(master_dtype=None) if this is meant",
+        stacklevel=4,
+    )
+    return True
