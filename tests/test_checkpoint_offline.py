@@ -551,6 +551,16 @@ def test_files_from_before_torch_1_6_are_read_too(tmp_path: Path) -> None:
             "shape of parameter 'param 0' cannot be told from its state; give the model",
         ),
         (
+            {"state": {7: {"m": torch.ones(3)}}, "param_groups": [{"params": []}]},
+            {},
+            "has state for .7., which no group has",
+        ),
+        (
+            {"state": {0: torch.ones(3)}, "param_groups": [{"params": [0]}]},
+            {},
+            "state of parameter 'param 0' is a Tensor, and not a dict",
+        ),
+        (
             {"state": {}, "param_groups": [{"params": [0]}]},
             {"names": ["a", "b"]},
             "2 names were given for the 1 parameters",
