@@ -19,9 +19,15 @@ def state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
     constructed with the same parameters in the same groups.
 
     Example:
-        >>> plain = torch.optim.AdamW(model.parameters())  # doctest: +SKIP
-        >>> saved = shardstep.checkpoint.state_dict("run/step-1000")  # doctest: +SKIP
-        >>> plain.load_state_dict(saved)  # doctest: +SKIP
+        >>> import tempfile, torch, shardstep
+        >>> model = torch.nn.Linear(3, 2)
+        >>> opt = shardstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+        >>> plain = torch.optim.AdamW(model.parameters())
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     path = shardstep.checkpoint.save(f"{run}/step-0", opt, model)
+        ...     plain.load_state_dict(state_dict(path))
+        >>> plain.param_groups[0]["lr"]
+        0.1
     """
     with Checkpoint(Path(path)) as checkpoint:
         return optimizer_dict(checkpoint)
