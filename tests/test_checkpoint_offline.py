@@ -729,14 +729,17 @@ def test_a_save_goes_on_when_another_s_folder_is_gone_at_a_second_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".other.saving").mkdir()
-    iterdir = Path.iterdir
 
-    def gone(self: Path) -> Any:
-        if self.name == ".other.saving":
-            os.rename(self, tmp_path / "other")
-        return iterdir(self)
+    def gone(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def patched(folder: Any) -> Any:
+            if Path(folder).name == ".other.saving" and Path(folder).exists():
+                os.rename(folder, tmp_path / "other")
+            return look(folder)
 
-    monkeypatch.setattr(Path, "iterdir", gone)
+        return patched
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, gone(getattr(os, name)))
     ckpt.save(tmp_path / "mine", extra=1)
     assert sorted(os.listdir(tmp_path)) == ["mine", "other"]
 
