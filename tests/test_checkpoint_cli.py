@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import optim
 from typer.testing import CliRunner
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
 from shardstep.cli.app import app
+from shardstep.report.bytes import ByteProgress
 from shardstep.report.checkpoint import printable
 from test_checkpoint_offline import equal, flip
 
@@ -278,6 +281,22 @@ def test_what_is_left_out_of_an_import_is_said(path: Path, tmp_path: Path) -> No
     assert "note: " in result.stderr
     assert "'odd' is left out" in result.stderr
     assert ckpt.load(tmp_path / "made").extra == {"epoch": 3}
+
+
+def test_stages_are_bars_in_a_terminal_and_nothing_in_a_log() -> None:
+    shown = {}
+    for terminal in (True, False):
+        text = io.StringIO()
+        with ByteProgress(Console(file=text, force_terminal=terminal, width=100)) as progress:
+            told = progress.stage("checking", 2000)
+            told(1500)
+            told(500)
+            progress.stage("writing", 0)
+        shown[terminal] = text.getvalue()
+    assert "checking" in shown[True]
+    assert "2.0/2.0 kB" in shown[True]
+    assert "writing" in shown[True]
+    assert shown[False].strip() == ""
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "reshard", "export", "import"])

@@ -667,30 +667,26 @@ def test_verify_finds_a_tensor_of_another_form(small: Path) -> None:
         ckpt.verify(small)
 
 
-def test_chunks_that_overlap_and_leave_a_gap_are_refused(saved: Path, tmp_path: Path) -> None:
-    path = ckpt.reshard(saved / "AdamW-sliced-1", tmp_path / "cut", 2)
+def test_chunks_that_overlap_and_leave_a_gap_are_refused(tmp_path: Path) -> None:
+    state = {
+        "state": {0: {"momentum_buffer": torch.ones(128, 64)}},
+        "param_groups": [{"params": [0]}],
+    }
+    whole = ckpt.import_state_dict(tmp_path / "whole", state, optimizer_class="SGD")
+    path = ckpt.reshard(whole, tmp_path / "cut", 2)
 
     def twice(said: Any) -> None:
-        stored = next(
-            stored
-            for param in said["optimizer"]["params"]
-            if param["state"] is not None
-            for stored in param["state"]["stored"].values()
-            if len(stored["chunks"]) > 2
-        )
-        whole = [chunk for chunk in stored["chunks"] if chunk[3][0] > 1]
-        assert len(whole) == 2, "a stretch of rows in each file was expected"
-        first, second = whole
-        rows = min(first[3][0], second[3][0])
-        # As many elements as before, but the second file's stand where the first one's do.
-        first[3][0], second[3][0] = first[3][0] + second[3][0] - rows, rows
-        second[2][0] = first[2][0]
+        (stored,) = said["optimizer"]["params"][0]["state"]["stored"].values()
+        (_, _, first, size), (_, _, second, same) = stored["chunks"]
+        assert (first, second) == ([0, 0], [64, 0])
+        assert size == same
+        # As many elements as before and every chunk in its file, but nobody has the second half.
+        second[0] = 0
 
     forge(path, twice)
-    with pytest.raises(ckpt.CheckpointError, match="overlap"):
-        ckpt.verify(path)
-    with pytest.raises(ckpt.CheckpointError, match="overlap"):
-        ckpt.state_dict(path)
+    for read in (ckpt.verify, ckpt.state_dict):
+        with pytest.raises(ckpt.CheckpointError, match=r"shape \(128, 64\) overlap"):
+            read(path)
 
 
 # -------------------------------------------------------------------------------- small things

@@ -95,8 +95,8 @@ def export(
             _check_dtypes(checkpoint)
         elif part == "model":
             saved_model(checkpoint)
-        elif part == "optimizer":
-            saved_optimizer(checkpoint)
+        elif part == "optimizer" or checkpoint.contents.optimizer is not None:
+            saved_optimizer(checkpoint, named=to == "torch-named")
         if verify:
             total = sum(digest.nbytes for digest in checkpoint.manifest.files.values())
             checkpoint.verify(progress=stages("checking", total))

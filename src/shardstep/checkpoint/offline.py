@@ -70,12 +70,7 @@ def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, 
     Raises:
         CheckpointError: if there is no optimizer, or its parameters have no names.
     """
-    saved = saved_optimizer(checkpoint)
-    if named and saved.positional:
-        raise CheckpointError(
-            f"{checkpoint.path}: its parameters have no names; save with model=, or construct the "
-            "optimizer from model.named_parameters()"
-        )
+    saved = saved_optimizer(checkpoint, named=named)
     called = {param.name: param.name if named else n for n, param in enumerate(saved.params)}
     state = {
         called[param.name]: checkpoint.value(param.state)
@@ -103,15 +98,21 @@ def model_dict(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**found, **checkpoint.value(saved.rest)}
 
 
-def saved_optimizer(checkpoint: Checkpoint) -> SavedOptimizer:
+def saved_optimizer(checkpoint: Checkpoint, *, named: bool = False) -> SavedOptimizer:
     """The optimizer that is in a checkpoint.
 
     Raises:
-        CheckpointError: if there is none.
+        CheckpointError: if there is none, or its parameters are to have names and do not.
     """
-    if checkpoint.contents.optimizer is None:
+    saved = checkpoint.contents.optimizer
+    if saved is None:
         raise CheckpointError(f"{checkpoint.path}: there is no optimizer in it")
-    return checkpoint.contents.optimizer
+    if named and saved.positional:
+        raise CheckpointError(
+            f"{checkpoint.path}: its parameters have no names; save with model=, or construct the "
+            "optimizer from model.named_parameters()"
+        )
+    return saved
 
 
 def saved_model(checkpoint: Checkpoint) -> SavedModel:
