@@ -77,7 +77,7 @@ def measure_time(rank: int, folder: Path, rounds: int, slow_rounds: int) -> dict
     def fresh(name: str) -> Path:
         return folder / f"{name}-{len(seconds.get(name, []))}"
 
-    for turn in range(rounds + 1):
+    def take_turns(turn: int) -> None:
         note("dcp.save", lambda: dcp.save(own, checkpoint_id=fresh("dcp.save")))
         note("save", lambda: checkpoint.save(fresh("save"), ours))
         note("save, model too", lambda: checkpoint.save(fresh("save, model too"), ours, model))
@@ -98,6 +98,7 @@ def measure_time(rank: int, folder: Path, rounds: int, slow_rounds: int) -> dict
             print(
                 f"round {turn}/{rounds}: { ({k: v[-1] for k, v in seconds.items()}) }", flush=True
             )
+
     theirs = trained(TorchZero, model)
 
     def write_theirs() -> None:

@@ -331,7 +331,8 @@ class _Loading:
 
         def put() -> None:
             state = {numbers[index]: value for index, value in self.states.items()}
-            install(local, {**state, **self.loose}, groups)
+            dtypes = [optimizer.plan.specs[index].dtype for index in sorted(numbers)]
+            install(local, {**state, **self.loose}, groups, dtypes)
 
         try:
             together(self.comm, what, put)

@@ -70,14 +70,23 @@ def load_share(
         if "param_names" in group:
             share["param_names"] = [group["param_names"][position] for position in kept]
         local_groups.append(share)
-    install(local, state, local_groups)
+    install(local, state, local_groups, [plan.specs[index].dtype for index in sorted(held)])
 
 
-def install(local: Optimizer, state: Mapping[Any, Any], groups: Groups) -> None:
-    """Give `local` this state, by number of the piece, and these groups."""
+def install(
+    local: Optimizer, state: Mapping[Any, Any], groups: Groups, dtypes: Sequence[torch.dtype]
+) -> None:
+    """Give `local` this state, by number of the piece, and these groups.
+
+    Args:
+        local: the optimizer.
+        state: by number of the piece.
+        groups: with numbers in place of pieces.
+        dtypes: of the parameters that the pieces are of.
+    """
     local.load_state_dict({"state": state, "param_groups": groups})
     if _casts_blindly(local):
-        _restore_dtypes(local, state, [plan.specs[index].dtype for index in sorted(held)])
+        _restore_dtypes(local, state, dtypes)
 
 
 def masters_in(
