@@ -140,6 +140,10 @@ def _optimizer(
         listed.append((tuple(called[start:stop]), saved_options(shelves, number, group)))
         start = stop
     loose = {key: value for key, value in state.items() if key not in set(keys)}
+    if not all(isinstance(key, str) for key in loose):
+        raise CheckpointError(
+            f"the optimizer's state dict has state for {list(loose)[:5]}, which no group has"
+        )
     return SavedOptimizer(
         _kind(optimizer_class),
         positional,
@@ -217,8 +221,12 @@ def _param(
     dtype: torch.dtype,
     state: Any,
 ) -> SavedParam:
-    if state is None:
+    if state is None or (isinstance(state, Mapping) and not state):
         return SavedParam(name, shape, dtype, True, None, ())
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"the state of parameter {name!r} is a {type(state).__name__}, and not a dict"
+        )
     try:
         node, tensors = encode(state)
     except TypeError as error:
