@@ -768,7 +768,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         The dict may come from here, at any world size and layout, from the plain `torch.optim`
         class, or from FSDP2 and DDP with names for the parameters, nested or flat, as
         `get_optimizer_state_dict` gives it in full; names are matched to names. It is not changed,
-        and nothing keeps hold of its tensors. Masters are taken from it if it has any, and made from
+        and nothing keeps hold of its tensors. Masters are taken from it if it has any, and made of
         the parameters otherwise. A dict that lacks the state of parameters that train is warned of.
 
         Args:
@@ -788,7 +788,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             install(self.optim, held, taken.states, taken.loose, taken.groups, self._plan.specs)
         else:
             names = [spec.name for spec in self._plan.specs]
-            state_dict = numbered(state_dict, self.param_groups, names)
+            state_dict = dict(numbered(state_dict, self.param_groups, names))
             masters = masters_in(state_dict, self.param_groups, self._plan, self.rank)
             present = load_share(
                 state_dict,

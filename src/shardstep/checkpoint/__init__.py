@@ -4,8 +4,8 @@ Reading order: `limits` (what may be claimed) and `tree` (state as text and tens
 `plain` (state between ranks, and in plain state dicts); `safetensors`, `folder` and `contents` (a
 file, a folder of files, what is in them); `names`, `shelves`, `job` and `save`; `read`, `match` and
 `load`. Without ranks: `offline` (plain dicts), `summary`, `reshard`, `export` and `scratch`,
-`importing` and `foreign`. For `torch.distributed.checkpoint`: `stand_in`, `portable` and `stateful`;
-other programs' state dicts: `outside` and `gaps`.
+`importing` and `foreign`. For `torch.distributed.checkpoint`: `stand_in`, `portable`, `stateful`;
+for other programs' state dicts: `outside` and `gaps`.
 """
 
 from shardstep.checkpoint.errors import CheckpointError

@@ -89,6 +89,7 @@ class SavedOptimizer:
         params: its parameters, in order.
         groups: for each group, the names of its parameters and its options.
         loose: state that belongs to no parameter.
+        rounded: how many steps were rounded stochastically.
     """
 
     kind: str | None
@@ -97,6 +98,7 @@ class SavedOptimizer:
     params: tuple[SavedParam, ...]
     groups: tuple[tuple[tuple[str, ...], Tree], ...]
     loose: Tree
+    rounded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ def to_json(contents: Contents) -> str:
             ],
             "groups": [[list(names), _tree_out(options)] for names, options in optimizer.groups],
             "loose": _tree_out(optimizer.loose),
+            "rounded": optimizer.rounded,
         }
     if model is not None:
         said["model"] = {
@@ -289,6 +292,7 @@ class Reader:
             params,
             tuple(groups),
             self._loose(said["loose"]),
+            self._count(said.get("rounded", 0)),
         )
 
     def _loose(self, said: Any) -> Tree:
@@ -303,6 +307,11 @@ class Reader:
         if tree.node[0] != "dict" or any(key in but for key, _ in tree.node[1]):
             raise self._bad("something is not the dict that it should be")
         return tree
+
+    def _count(self, said: Any) -> int:
+        if not is_counts([said]):
+            raise self._bad(f"it says {said!r:.100} where only a number can be")
+        return int(said)
 
     def _bool(self, said: Any) -> bool:
         if not isinstance(said, bool):

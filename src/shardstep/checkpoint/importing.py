@@ -19,10 +19,11 @@ from shardstep.checkpoint.contents import (
 )
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import Job, saved_options, sort_out, write_out
+from shardstep.checkpoint.mastered import MASTER, joined
 from shardstep.checkpoint.names import canonical
 from shardstep.checkpoint.safetensors import Stages, no_stages
 from shardstep.checkpoint.shelves import Shelves, made_by, state_key, texts_of
-from shardstep.checkpoint.tree import encode, leaves
+from shardstep.checkpoint.tree import encode, leaves, with_leaves
 from shardstep.comm import SoloComm
 from shardstep.plan import Box
 from shardstep.probe import kind_named
@@ -128,6 +129,7 @@ def _optimizer(
     optimizer_class: str | None,
 ) -> SavedOptimizer:
     state, groups = _parts(state_dict)
+    state = joined(state, state_dict.get("masters", {}))
     keys = [key for group in groups for key in group["params"]]
     called, positional = _names(groups, keys, names)
     params = []
@@ -151,6 +153,7 @@ def _optimizer(
         params=tuple(params),
         groups=tuple(listed),
         loose=shelves.tree("state", loose),
+        rounded=int(state_dict.get("rounding_step", 0)),
     )
 
 
@@ -234,11 +237,12 @@ def _param(
     found = leaves(node)
     stored = {}
     for number, (leaf, tensor) in enumerate(zip(found, tensors, strict=True)):
-        if leaf.data is None:
+        if leaf.data is None or leaf.path == MASTER:
             box = Box.whole(leaf.shape)
             key = state_key(index, number, name, leaf, box)
             chunk = shelves.put("optimizer", 0, key, box, tensor)
             stored[number] = Stored(leaf.dtype, leaf.shape, (chunk,))
+    node = with_leaves(node, lambda n, leaf: [*leaf[:-1], None] if n in stored else leaf)
     per_element = tuple(leaf.shape == shape for leaf in found)
     return SavedParam(name, shape, dtype, True, Tree(node, stored), per_element)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardstep.checkpoint.contents import SavedModel, SavedOptimizer
 from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.mastered import parted
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.safetensors import Stages, no_stages
 
@@ -72,18 +73,28 @@ def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, 
     """
     saved = saved_optimizer(checkpoint, named=named)
     called = {param.name: param.name if named else n for n, param in enumerate(saved.params)}
-    state = {
-        called[param.name]: checkpoint.value(param.state)
-        for param in saved.params
-        if param.state is not None
-    }
+    state, masters = parted(
+        {
+            called[param.name]: checkpoint.value(param.state)
+            for param in saved.params
+            if param.state is not None
+        }
+    )
     groups = []
     for names, options in saved.groups:
         group = {**checkpoint.value(options), "params": [called[name] for name in names]}
         if not saved.positional and not named:
             group["param_names"] = list(names)
         groups.append(group)
-    return {"state": {**state, **checkpoint.value(saved.loose)}, "param_groups": groups}
+    found: dict[str, Any] = {
+        "state": {**state, **checkpoint.value(saved.loose)},
+        "param_groups": groups,
+    }
+    if masters:
+        found["masters"] = masters
+    if saved.rounded:
+        found["rounding_step"] = saved.rounded
+    return found
 
 
 def model_dict(checkpoint: Checkpoint) -> dict[str, Any]:
