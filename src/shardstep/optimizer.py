@@ -31,9 +31,10 @@ from shardstep.join import (
     provide_gradients,
     take_options,
 )
+from shardstep.layouts import Layouts
 from shardstep.local import LocalOptimizer, LocalState
-from shardstep.plan import Interval, ShardPlan, share
-from shardstep.probe import choose_layout
+from shardstep.mixture import CLASS_KEY, Mixture, names_a_class
+from shardstep.plan import Interval, ParamSpec, ShardPlan, share
 from shardstep.reduce import ShardedGradients
 from shardstep.shard import Shard
 
@@ -56,6 +57,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Args:
         params: parameters, `(name, parameter)` pairs or parameter groups, as for any optimizer.
             All ranks have to give the same, in the same order; if they do not, all ranks raise.
+            A group may name a class of its own under `"optimizer_class"`; its options go to that.
         optimizer_class: the class of the local optimizer.
         process_group: the ranks that share the state; the default group if None.
         parameters_as_bucket_view: if True, trainable parameters are moved into flat buckets
@@ -68,8 +70,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ZeRO-2: the optimizer starts all ranks from rank 0's parameters, reduces gradients to
             their owners while backward runs and gathers parameters while the next forward runs.
             Parameters live in buckets then.
-        layout: `"sliced"` cuts parameters anywhere, `"whole"` never cuts one; `"auto"` takes
-            `"sliced"` where the class is known to be element-wise and `"whole"` otherwise.
+        layout: `"sliced"` cuts parameters anywhere, `"whole"` never cuts one; `"auto"` finds out,
+            group by group, which of them leaves the class's numbers as they are, and refuses if
+            neither does. What is asked for is checked.
         bucket_bytes: a bucket is closed once it holds this much; None for a sixteenth of the model,
             but between 1 and 25 MiB.
         overlap: with `module`, whether communication runs during backward and forward; the numbers
@@ -133,6 +136,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._step_owed = False
         self._shadowing = False
         self._consolidated: StateDict | None = None
+        self._layout = layout
+        self._layouts = Layouts(layout, optimizer_class, defaults, self.world_size)
+
+        def local(groups: list[dict[str, Any]]) -> Optimizer:
+            if names_a_class(groups):
+                return Mixture(groups, optimizer_class, **defaults)
+            return optimizer_class(groups, **defaults)
 
         def make() -> tuple[ShardPlan, list[str]]:
             if overlap_with_ddp and module is not None:
@@ -140,16 +150,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             # The local optimizer knows the class's defaults, in the class's order; they are taken
             # over from it below.
             Optimizer.__init__(self, given.items(), {})
-            self._layout = choose_layout(layout, optimizer_class, self.world_size)
             if module is not None:
                 check_membership(module, parameters(self.param_groups))
             plan, lines = self._plan_now()
             self._shard = self._shard_of(plan)
-            self._local = LocalOptimizer(
-                self.param_groups,
-                self._shard,
-                lambda groups: optimizer_class(groups, **defaults),
-            )
+            self._local = LocalOptimizer(self.param_groups, self._shard, local)
             self.optim = self._local.optim
             head = [
                 f"optimizer class {type(self.optim).__qualname__}",
@@ -193,10 +198,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _plan_now(self) -> tuple[ShardPlan, list[str]]:
         """A plan for the parameters as they are now, and the words in which ranks compare it."""
-        specs = describe(self.param_groups, names_in(self._module) if self._module else {})
-        plan = ShardPlan.make(specs, self.world_size, self._layout, self._bucket_bytes)
+        specs = self._specs_now()
+        plan = ShardPlan.make(specs, self.world_size, bucket_bytes=self._bucket_bytes)
         head = [f"layout={self._layout!r}, bucket_bytes={self._bucket_bytes}"]
-        return plan, [*head, *map(str, specs), "no more parameters", f"plan {plan.fingerprint}"]
+        tail = [*self._layouts.lines(), f"plan {plan.fingerprint}"]
+        return plan, [*head, *map(str, specs), "no more parameters", *tail]
+
+    def _specs_now(self) -> list[ParamSpec]:
+        specs = describe(self.param_groups, names_in(self._module) if self._module else {})
+        return self._layouts.apply(self.param_groups, specs)
 
     def _shard_of(self, plan: ShardPlan) -> Shard:
         return Shard(plan, parameters(self.param_groups), self.rank, self._apart)
@@ -253,8 +263,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._unchanged():
             return
-        names = names_in(self._module) if self._module else {}
-        specs = describe(self.param_groups, names)
+        specs = self._specs_now()
         if self._gradients.held():
             # Freezing and unfreezing between backward and step wait until the gradients, which lie
             # where the plan in force has put them, are cleared.
@@ -324,6 +333,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         groups = list(self.param_groups)
 
         def make() -> tuple[ShardPlan, list[str]]:
+            if CLASS_KEY in param_group and not isinstance(self.optim, Mixture):
+                raise ValueError(
+                    f"this optimizer was constructed with one class for all groups, so a group "
+                    f"with {CLASS_KEY!r} cannot be added; name the class of a group from the start"
+                )
             super(ZeroRedundancyOptimizer, self).add_param_group(param_group)
             plan, lines = self._plan_now()
             return plan, describe_options(self.param_groups[-1:]) + lines
@@ -332,6 +346,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._replan("add_param_group", make)
         except Exception:
             self.param_groups[:] = groups
+            self._layouts.forget(len(groups))
             raise
 
     # ------------------------------------------------------------------------------- the step

@@ -9,8 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.buffers import flat
+from shardstep.layouts import ELEMENT_WISE
+from shardstep.mixture import Mixture
 from shardstep.plan import Interval, ParamSpec, ShardPlan
-from shardstep.probe import ELEMENT_WISE
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -58,7 +59,7 @@ def load_share(
             state[identifier] = value
             continue
         spec = plan.specs[index]
-        if plan.layout == "sliced" or type(local) in ELEMENT_WISE:
+        if spec.layout == "sliced" or type(local) in ELEMENT_WISE:
             _check(value, spec)
         if index in held:
             state[numbers[index]] = _take(value, held[index], spec)
@@ -71,8 +72,9 @@ def load_share(
             share["param_names"] = [group["param_names"][position] for position in kept]
         local_groups.append(share)
     local.load_state_dict({"state": state, "param_groups": local_groups})
-    if _casts_blindly(local):
-        _restore_dtypes(local, state)
+    for part in local.parts if isinstance(local, Mixture) else [local]:
+        if _casts_blindly(part):
+            _restore_dtypes(local, part, state)
 
 
 def _match(saved: Groups, groups: Groups) -> dict[Any, int]:
@@ -120,10 +122,11 @@ def _casts_blindly(local: Optimizer) -> bool:
     return ours and not type(local).__module__.startswith("torch.optim")
 
 
-def _restore_dtypes(local: Optimizer, saved: Mapping[Any, Any]) -> None:
+def _restore_dtypes(local: Optimizer, part: Optimizer, saved: Mapping[Any, Any]) -> None:
+    own = {param for group in part.param_groups for param in group["params"]}
     params = [param for group in local.param_groups for param in group["params"]]
     for number, param in enumerate(params):
-        if number in saved:
+        if number in saved and param in own:
             local.state[param] = _recast(local.state[param], saved[number])
 
 
