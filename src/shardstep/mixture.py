@@ -127,9 +127,8 @@ class Mixture(Optimizer):
                 f"{CLASS_KEY!r} of a parameter group has to be an optimizer class, not {given!r}"
             )
         called, rest = split_options(given, group)
-        own = {key: group[key] for key in ("params", "param_names") if key in group}
-        mine: Group = {**own, **rest}
-        part = given([mine], **called)
+        mine: Group = {k: v for k, v in group.items() if k in ("params", "param_names")}
+        part = given([{**mine, **rest}], **called)
         part.param_groups[0][CLASS_KEY] = full_name(given)
         self._part_of.append(len(self.parts))
         self._join(part)

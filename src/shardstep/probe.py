@@ -19,6 +19,7 @@ passed now and then.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,6 +107,9 @@ def probe(
         dtype: of the parameters.
         devices: where to try it; further ones only if it does not run on those before.
     """
+    while isinstance(optimizer_class, functools.partial) and not optimizer_class.args:
+        defaults = {**optimizer_class.keywords, **defaults}
+        optimizer_class = optimizer_class.func
     if not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize < 2:
         dtype = torch.float32
     error: Exception | None = None
@@ -317,7 +321,9 @@ def _cut(shapes: Sequence[tuple[int, ...]]) -> list[list[Part]]:
     for number, shape in enumerate(shapes):
         numel = torch.Size(shape).numel()
         units = -(-numel // ALIGNMENT)
-        bounds = [min(numel, ALIGNMENT * (units * cut // SLICES)) for cut in range(SLICES + 1)]
+        # At odd units: nothing that works in larger blocks is to be cut between two of them.
+        cuts = [0, *(units * cut // SLICES | 1 for cut in range(1, SLICES)), units]
+        bounds = [min(numel, ALIGNMENT * cut) for cut in cuts]
         for rank, (first, last) in enumerate(pairwise(bounds)):
             if first < last:
                 held[rank].append((number, Interval(first, last)))
