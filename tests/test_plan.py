@@ -250,6 +250,8 @@ def test_a_share_counts_what_the_pieces_and_segments_of_its_rank_say(plan: Shard
             for bucket in plan.training_buckets
         )
         assert estimated.gather_nbytes_sent == sent * (plan.world_size - 1)
+        everything = sum(bucket.nbytes for bucket in plan.training_buckets)
+        assert estimated.reduce_nbytes_sent == everything - sent
         total += estimated.numel
     assert total == sum(spec.numel for spec in plan.specs if spec.trainable)
 

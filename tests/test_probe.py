@@ -445,3 +445,45 @@ def test_one_rank_takes_any_class_and_tries_none(
 ) -> None:
     monkeypatch.setattr(shardstep.layouts, "probe", None)
     assert chosen("auto", cls, world_size=1).layout == "whole"
+
+
+class CountsItself(Simple):
+    """Has a counter of its own in its state dict."""
+
+    count = 0
+
+    def before(self) -> None:
+        self.count += 1
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "count": self.count}
+
+
+class CountsItsParameters(CountsItself):
+    def before(self) -> None:
+        self.count += len(self.grads)
+
+
+def test_what_a_class_adds_to_its_state_dict_has_to_be_the_same_everywhere() -> None:
+    assert probe(CountsItself, {}, {}).kind == "element-wise"
+    assert probe(CountsItsParameters, {}, {}).kind == "coupled"
+
+
+class DrawsFromPython(Simple):
+    """One draw for all parameters, from python's own source."""
+
+    def before(self) -> None:
+        self.scale = random.random()
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        p.sub_(grad / grad.norm(), alpha=self.scale)
+
+
+def test_the_verdict_does_not_depend_on_the_random_state_of_the_process() -> None:
+    verdicts = []
+    for seed in range(3):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        verdicts.append([probe(cls, {}, {}) for cls in (DrawsFromPython, Noisy, NoisyTrust)])
+    assert verdicts[0] == verdicts[1] == verdicts[2]
+    assert str(verdicts[0][0]).startswith("per tensor and random")

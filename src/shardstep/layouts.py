@@ -129,6 +129,24 @@ class Layouts:
             for number, choice in enumerate(self.choices)
         ]
 
+    def explain(self, groups: Groups) -> list[str]:
+        """One line per group, for people: the layout, and how it was come by.
+
+        What one rank did not need to know is tried now.
+        """
+        said = []
+        for number, (asked, choice) in enumerate(zip(self._asked, self.choices, strict=True)):
+            why = choice.why
+            if self._world_size == 1:
+                try:
+                    args = (asked.optimizer_class, asked.defaults, asked.group_options)
+                    several = choose(self._layout, *args, groups[number]["params"], 2)
+                    why += f"; several would have it {several.layout}: {several.why}"
+                except Exception as error:
+                    why += f"; several could not: {error}"
+            said.append(f"group {number}: {choice.layout}, since {why}")
+        return said
+
     def _read(self, group: Mapping[str, Any]) -> _Asked:
         given = group.get(CLASS_KEY)
         options = {k: v for k, v in group.items() if k not in ("params", "param_names", CLASS_KEY)}

@@ -241,3 +241,10 @@ def _part_of_state_dict(state_dict: Mapping[str, Any], mine: Sequence[int]) -> d
     identifiers = {identifier for group in groups for identifier in group["params"]}
     state = {key: value for key, value in state_dict["state"].items() if key in identifiers}
     return {"state": state, "param_groups": groups}
+
+
+def extras(opt: Optimizer) -> dict[str, Any]:
+    """What a class has in its state dict beside state and groups: counters of its own, say."""
+    if type(opt).state_dict is Optimizer.state_dict:
+        return {}
+    return {k: v for k, v in opt.state_dict().items() if k not in ("state", "param_groups")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -33,9 +34,10 @@ from shardstep.join import (
 )
 from shardstep.layouts import Layouts
 from shardstep.local import LocalOptimizer, LocalState
-from shardstep.mixture import CLASS_KEY, Mixture, names_a_class
+from shardstep.mixture import CLASS_KEY, Mixture, extras, names_a_class
 from shardstep.plan import Interval, ParamSpec, ShardPlan, share
 from shardstep.reduce import ShardedGradients
+from shardstep.report.optimizer import Report, make_report
 from shardstep.shard import Shard
 
 logger = logging.getLogger(__name__)
@@ -590,6 +592,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         shown = repr(parameter) if isinstance(parameter, str) else "the given tensor"
         raise ValueError(f"rank {self.rank}: {shown} is not a parameter of this optimizer")
 
+    def report(self) -> Report:
+        """What this rank holds and sends, which layout each group has, and why; print it.
+
+        It is this rank's own: nothing is communicated.
+        """
+        return make_report(
+            self.rank,
+            self._plan,
+            self._layouts.explain(self.param_groups),
+            self.optim.state.values(),
+            self._gradients.nbytes,
+            self._reducer is not None,
+        )
+
     def detach(self) -> None:
         """Undo all that was done to parameters and module; this optimizer is of no more use.
 
@@ -649,6 +665,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._consolidated = {
                 "state": {**dict(sorted(states.items())), **self._local.loose_state()},
                 "param_groups": pack_groups(self.param_groups),
+                **copy.deepcopy(extras(self.optim)),
             }
 
     def state_dict(self) -> StateDict:
@@ -671,6 +688,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"of the process group first, and then state_dict() on rank {self.rank}"
             )
         state_dict: StateDict = {
+            **self._consolidated,
             "state": dict(self._consolidated["state"]),
             "param_groups": [dict(group) for group in self._consolidated["param_groups"]],
         }

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -213,8 +212,7 @@ class _Race:
     def __init__(self, trial: Trial, watch: bool) -> None:
         self._trial = trial
         self._watch = watch
-        self._before = _random_state(trial.device)
-        self.together = Run(trial, entire(trial.shapes))
+        self.together = Run(trial, entire(trial.shapes), seeded=True)
         self.moved = False
 
     def go(self, steps: int) -> _Found:
@@ -224,21 +222,23 @@ class _Race:
             NotTried: if it does not run even with tensors together.
             _DrawsRandomNumbers: if it does.
         """
+        trial, seeded = self._trial, not self._watch
         apart: list[Run] = []
         slices: list[Run] = []
         held = _cut(self._trial.shapes)
         coupled = unlike = None
         # What a class raises here it has not raised for tensors together.
         try:
-            apart = [Run(self._trial, [part]) for part in entire(self._trial.shapes)]
+            apart = [Run(trial, [part], seeded) for part in entire(trial.shapes)]
         except NotTried as failure:
             coupled = _raised(failure)
         try:
-            slices = [] if self._trial.sparse else [Run(self._trial, parts) for parts in held]
+            slices = [] if trial.sparse else [Run(trial, parts, seeded) for parts in held]
         except NotTried as failure:
             unlike = _raised(failure)
         for step in range(1, steps + 1):
-            self.together.advance()
+            if self.together.advance() and self._watch:
+                raise _DrawsRandomNumbers
             self._look()
             if coupled is None:
                 coupled = self._follow(step, apart)
@@ -255,8 +255,6 @@ class _Race:
         return _Found(coupled, unlike)
 
     def _look(self) -> None:
-        if self._watch and _random_state(self._trial.device) != self._before:
-            raise _DrawsRandomNumbers
         if not self.moved:
             starts = [start(self._trial, n) for n in range(len(self._trial.shapes))]
             ends = [param.detach().cpu() for param in self.together.params]
@@ -342,17 +340,8 @@ def _pieces(
     ]
 
 
-def _random_state(device: torch.device) -> tuple[Any, ...]:
-    """What changes when random numbers are drawn from a common source."""
-    states = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
-    if device.type != "cpu":
-        state = torch.get_device_module(device).get_rng_state(device)
-        states.append(state.numpy().tobytes())
-    return tuple(states)
-
-
 class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While this lasts, random numbers are constants: what is left is how they are used."""
+    """While this lasts, torch's random numbers are constants: what is left is how they are used."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.optim import Optimizer
 
+from shardstep.mixture import extras
 from shardstep.plan import Interval
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -159,6 +162,7 @@ class Run:
     Args:
         trial: how the class is run.
         parts: what it is given; a group of which it is given nothing is there all the same.
+        seeded: whether random numbers start anew with every step, and draws are noticed.
 
     Attributes:
         opt: the optimizer.
@@ -168,8 +172,9 @@ class Run:
         NotTried: with what the class raised, here and in `advance`.
     """
 
-    def __init__(self, trial: Trial, parts: Sequence[Part]) -> None:
+    def __init__(self, trial: Trial, parts: Sequence[Part], seeded: bool) -> None:
         self._trial = trial
+        self._seeded = seeded
         self._parts = parts
         self._taken = 0
         self.params = [
@@ -187,17 +192,22 @@ class Run:
             }
             for number in range(trial.num_groups)
         ]
+        draws = _Draws(0, trial.device) if seeded else None
         try:
             self.opt = trial.make(groups)
         except Exception as error:
             raise NotTried(error, made=False) from error
+        self._drew_when_made = draws is not None and draws.happened()
         if not isinstance(self.opt, Optimizer):
             name = type(self.opt).__name__
             wanted = "optimizer_class has to make a torch.optim.Optimizer, but it made a"
             raise NotTried(ValueError(f"{wanted} {name}"), made=False)
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """Take the next step.
+
+        Returns:
+            Whether random numbers were drawn, from a source that all optimizers share.
 
         Raises:
             SeveralEvaluations: if it evaluates its closure more than once.
@@ -212,6 +222,7 @@ class Run:
             return torch.full((), 1.0 / (1 + number), device=self._trial.device)
 
         self._give_gradients(number)
+        draws = _Draws(number, self._trial.device) if self._seeded else None
         now = {"always": True, "never": False, "now and then": number % 3 == 2}
         try:
             if now[self._trial.closures]:
@@ -223,6 +234,7 @@ class Run:
                 raise NotTried(error, made=True) from error
         if evaluations > 1:
             raise SeveralEvaluations
+        return self._drew_when_made or (draws is not None and draws.happened())
 
     def _give_gradients(self, step: int) -> None:
         for param, (number, interval) in zip(self.params, self._parts, strict=True):
@@ -246,7 +258,41 @@ class Run:
     @property
     def loose(self) -> dict[Any, Any]:
         """State that belongs to no parameter."""
-        return {k: v for k, v in self.opt.state.items() if not isinstance(k, torch.Tensor)}
+        own = {k: v for k, v in self.opt.state.items() if not isinstance(k, torch.Tensor)}
+        return {**own, **extras(self.opt)}
+
+
+class _Draws:
+    """Starts all common sources of random numbers anew, and says whether they are drawn from.
+
+    Whoever draws, draws the same then, whatever others have drawn: the verdict has to be the same
+    in every process.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        self._numpy: Any = sys.modules.get("numpy")
+        if self._numpy:
+            self._numpy.random.seed(seed)
+        self._device: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        if self._device:
+            self._device.manual_seed(seed)
+        self._before = self._states()
+
+    def happened(self) -> bool:
+        """Whether there were any since this was made."""
+        pairs = zip(self._before, self._states(), strict=True)
+        return not all(
+            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs
+        )
+
+    def _states(self) -> list[Any]:
+        states = [torch.get_rng_state(), random.getstate()]
+        if self._numpy:
+            _, keys, position, *_ = self._numpy.random.get_state()
+            states += [keys.tobytes(), position]
+        return [*states, self._device.get_rng_state()] if self._device else states
 
 
 def start(trial: Trial, number: int) -> torch.Tensor:

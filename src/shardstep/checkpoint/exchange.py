@@ -181,8 +181,8 @@ def _skeleton(node: Node) -> Node:
         return ["tensor", node[1]]
     if node[0] == "dict":
         return ["dict", [[key, _skeleton(item)] for key, item in node[1]]]
-    if node[0] in ("list", "tuple"):
-        return [node[0], [_skeleton(item) for item in node[1]]]
+    if node[0] in ("list", "tuple", "deque"):
+        return [node[0], [_skeleton(item) for item in node[1]], *node[2:]]
     return node
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,7 +72,8 @@ def load_share(
         if "param_names" in group:
             share["param_names"] = [group["param_names"][position] for position in kept]
         local_groups.append(share)
-    local.load_state_dict({"state": state, "param_groups": local_groups})
+    # What a class has put beside them is for the class to read.
+    local.load_state_dict({**state_dict, "state": state, "param_groups": local_groups})
     for part in local.parts if isinstance(local, Mixture) else [local]:
         if _casts_blindly(part):
             _restore_dtypes(local, part, state)
@@ -109,6 +111,8 @@ def _take(value: Any, held: Interval, spec: ParamSpec) -> Any:
         return {key: _take(item, held, spec) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_take(item, held, spec) for item in value)
+    if isinstance(value, deque):
+        return deque((_take(item, held, spec) for item in value), value.maxlen)
     return value
 
 
@@ -138,6 +142,9 @@ def _recast(loaded: Any, saved: Any) -> Any:
         return {key: _recast(loaded[key], item) for key, item in saved.items()}
     if type(saved) in (list, tuple):
         return type(saved)(_recast(a, b) for a, b in zip(loaded, saved, strict=True))
+    if isinstance(saved, deque):
+        pairs = zip(loaded, saved, strict=True)
+        return deque((_recast(a, b) for a, b in pairs), saved.maxlen)
     # The base class takes a string for an iterable of characters, and loads something else.
     return saved
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ from shardstep.buffers import flat, is_dense
 
 Node = list[Any]
 """A value in JSON: `["value", x]`, `["dict", [[key, node], ...]]`, `["list", [node, ...]]`,
-`["tuple", [node, ...]]` or `["tensor", dtype, shape, stride, on_cpu, data or null]`."""
+`["tuple", [node, ...]]`, `["deque", [node, ...], maxlen]` or
+`["tensor", dtype, shape, stride, on_cpu, data or null]`."""
 
 INLINE_NBYTES = 64
 """Tensors up to this size travel in the text: step counters, not moments."""
@@ -75,18 +77,20 @@ def encode(value: Any, path: str = "") -> tuple[Node, list[torch.Tensor]]:
     if isinstance(value, Mapping):
         items, tensors = [], []
         for key, item in value.items():
-            if not isinstance(key, (str, int)):
+            if not isinstance(key, (str, int, float)):
                 raise TypeError(f"state {path!r} has a key of type {type(key).__name__}")
             node, found = encode(item, f"{path}.{key}" if path else str(key))
             items.append([key, node])
             tensors += found
         return ["dict", items], tensors
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, deque):
         nodes, tensors = [], []
         for position, item in enumerate(value):
             node, found = encode(item, f"{path}.{position}" if path else str(position))
             nodes.append(node)
             tensors += found
+        if isinstance(value, deque):
+            return ["deque", nodes, value.maxlen], tensors
         return [type(value).__name__, nodes], tensors
     raise TypeError(f"state {path!r} is a {type(value).__name__}, which cannot be sent or saved")
 
@@ -108,6 +112,8 @@ def decode(node: Node, leaf: Callable[[Leaf], torch.Tensor], path: str = "") -> 
         decode(item, leaf, f"{path}.{position}" if path else str(position))
         for position, item in enumerate(node[1])
     ]
+    if kind == "deque":
+        return deque(items, node[2])
     return items if kind == "list" else tuple(items)
 
 
