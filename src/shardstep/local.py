@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardstep.mixture import CLASS_KEY
 from shardstep.shard import Shard
 
 _PER_PARAMETER = {"params", "param_names"}
@@ -60,7 +61,7 @@ class LocalOptimizer:
         """Let what schedulers and users wrote to the exposed groups reach the optimizer."""
         for exposed, local in zip(self._exposed, self.optim.param_groups, strict=True):
             for key, value in exposed.items():
-                if key not in _PER_PARAMETER:
+                if key not in _PER_PARAMETER and key != CLASS_KEY:
                     local[key] = value
 
     def publish_options(self) -> None:

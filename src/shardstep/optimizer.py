@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -41,12 +41,14 @@ from shardstep.join import (
     provide_gradients,
     take_options,
 )
+from shardstep.layouts import Layouts
 from shardstep.local import LocalOptimizer, LocalState
 from shardstep.masters import Copies, Masters, Wide
-from shardstep.plan import Interval, Piece, ShardPlan, share
+from shardstep.mixture import CLASS_KEY, Mixture, extras, names_a_class
+from shardstep.plan import Interval, ParamSpec, Piece, ShardPlan, share
 from shardstep.precision import MixedPrecision, resolve, warn_of_16_bits, widened
-from shardstep.probe import choose_layout
 from shardstep.reduce import ShardedGradients
+from shardstep.report.optimizer import Report, make_report
 from shardstep.rounding import StochasticRounding
 from shardstep.shard import Shard
 
@@ -69,6 +71,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Args:
         params: parameters, `(name, parameter)` pairs or parameter groups, as for any optimizer.
             All ranks have to give the same, in the same order; if they do not, all ranks raise.
+            A group may name a class of its own under `"optimizer_class"`; its options go to that.
         optimizer_class: the class of the local optimizer.
         process_group: the ranks that share the state; the default group if None.
         parameters_as_bucket_view: if True, trainable parameters are moved into flat buckets
@@ -81,8 +84,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ZeRO-2: the optimizer starts all ranks from rank 0's parameters, reduces gradients to
             their owners while backward runs and gathers parameters while the next forward runs.
             Parameters live in buckets then.
-        layout: `"sliced"` cuts parameters anywhere, `"whole"` never cuts one; `"auto"` takes
-            `"sliced"` where the class is known to be element-wise and `"whole"` otherwise.
+        layout: `"sliced"` cuts parameters anywhere, `"whole"` never cuts one; `"auto"` finds out,
+            group by group, which of them leaves the class's numbers as they are, and refuses if
+            neither does. What is asked for is checked.
         precision: how 16-bit parameters are stepped on, and in which dtype gradients travel. If
             None, they get fp32 masters with `module`; without it, they are updated in 16 bits, as
             by `optimizer_class` itself, and rank 0 warns once of what that loses.
@@ -157,6 +161,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # its master, as it keeps its state.
         self._widened: set[int] = set()
         self._warned = precision is not None or self.rank != 0
+        self._layout = layout
+        self._layouts = Layouts(
+            layout,
+            optimizer_class,
+            defaults,
+            self.world_size,
+            lambda dtype: self._precision.step_dtype(dtype),
+        )
+
+        def local(groups: list[dict[str, Any]]) -> Optimizer:
+            if names_a_class(groups):
+                return Mixture(groups, optimizer_class, **defaults)
+            return optimizer_class(groups, **defaults)
 
         def make() -> tuple[ShardPlan, list[str]]:
             if overlap_with_ddp and module is not None:
@@ -166,16 +183,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             # The local optimizer knows the class's defaults, in the class's order; they are taken
             # over from it below.
             Optimizer.__init__(self, given.items(), {})
-            self._layout = choose_layout(layout, optimizer_class, self.world_size)
             if module is not None:
                 check_membership(module, parameters(self.param_groups))
             plan, lines = self._plan_now()
             self._shard = self._shard_of(plan)
-            self._local = LocalOptimizer(
-                self.param_groups,
-                self._shard,
-                lambda groups: optimizer_class(groups, **defaults),
-            )
+            self._local = LocalOptimizer(self.param_groups, self._shard, local)
             self.optim = self._local.optim
             head = [
                 f"optimizer class {type(self.optim).__qualname__}",
@@ -220,10 +232,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _plan_now(self) -> tuple[ShardPlan, list[str]]:
         """A plan for the parameters as they are now, and the words in which ranks compare it."""
-        specs = describe(self.param_groups, names_in(self._module) if self._module else {})
-        plan = ShardPlan.make(specs, self.world_size, self._layout, self._bucket_bytes)
+        specs = self._specs_now()
+        plan = ShardPlan.make(specs, self.world_size, bucket_bytes=self._bucket_bytes)
         head = [f"layout={self._layout!r}, bucket_bytes={self._bucket_bytes}"]
-        return plan, [*head, *map(str, specs), "no more parameters", f"plan {plan.fingerprint}"]
+        tail = [*self._layouts.lines(), f"plan {plan.fingerprint}"]
+        return plan, [*head, *map(str, specs), "no more parameters", *tail]
+
+    def _specs_now(self) -> list[ParamSpec]:
+        specs = describe(self.param_groups, names_in(self._module) if self._module else {})
+        return self._layouts.apply(self.param_groups, specs)
 
     def _shard_of(self, plan: ShardPlan) -> Shard:
         self._widened |= widened(plan.specs, self._precision)
@@ -302,8 +319,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._unchanged():
             return
-        names = names_in(self._module) if self._module else {}
-        specs = describe(self.param_groups, names)
+        specs = self._specs_now()
         if self._gradients.held():
             # Freezing and unfreezing between backward and step wait until the gradients, which lie
             # where the plan in force has put them, are cleared.
@@ -379,6 +395,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         groups = list(self.param_groups)
 
         def make() -> tuple[ShardPlan, list[str]]:
+            if CLASS_KEY in param_group and not isinstance(self.optim, Mixture):
+                raise ValueError(
+                    f"this optimizer was constructed with one class for all groups, so a group "
+                    f"with {CLASS_KEY!r} cannot be added; name the class of a group from the start"
+                )
             super(ZeroRedundancyOptimizer, self).add_param_group(param_group)
             plan, lines = self._plan_now()
             return plan, describe_options(self.param_groups[-1:]) + lines
@@ -387,6 +408,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._replan("add_param_group", make)
         except Exception:
             self.param_groups[:] = groups
+            self._layouts.forget(len(groups))
             raise
 
     # ------------------------------------------------------------------------------- the step
@@ -654,6 +676,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         shown = repr(parameter) if isinstance(parameter, str) else "the given tensor"
         raise ValueError(f"rank {self.rank}: {shown} is not a parameter of this optimizer")
 
+    def report(self) -> Report:
+        """What this rank holds and sends, which layout each group has, and why; print it.
+
+        It is this rank's own: nothing is communicated.
+        """
+        return make_report(
+            self.rank,
+            self._plan,
+            self._layouts.explain(self.param_groups),
+            self.optim.state.values(),
+            self._gradients.nbytes,
+            self._reducer is not None,
+        )
+
     def detach(self) -> None:
         """Undo all that was done to parameters and module; this optimizer is of no more use.
 
@@ -720,6 +756,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._consolidated = {
                 "state": {**states, **self._local.loose_state()},
                 "param_groups": pack_groups(self.param_groups),
+                **copy.deepcopy(extras(self.optim)),
             }
             if masters:
                 self._consolidated["masters"] = masters
@@ -758,7 +795,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"of the process group first, and then state_dict() on rank {self.rank}"
             )
         return {
-            **{key: copy(value) for key, value in self._consolidated.items()},
+            **{key: copy.copy(value) for key, value in self._consolidated.items()},
             "param_groups": [dict(group) for group in self._consolidated["param_groups"]],
         }
 
@@ -785,7 +822,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             taken = read_sharded(self, state_dict)
             masters, present = taken.masters, taken.present
             held = sorted(self._plan.intervals(self.rank))
-            install(self.optim, held, taken.states, taken.loose, taken.groups, self._plan.specs)
+            install(self.optim, held, taken.states, taken.loose, taken.groups, self._plan.specs, {})
         else:
             names = [spec.name for spec in self._plan.specs]
             state_dict = dict(numbered(state_dict, self.param_groups, names))

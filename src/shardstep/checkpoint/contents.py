@@ -89,6 +89,7 @@ class SavedOptimizer:
         params: its parameters, in order.
         groups: for each group, the names of its parameters and its options.
         loose: state that belongs to no parameter.
+        beside: what the class keeps beside its state and groups.
         rounded: how many steps were rounded stochastically.
     """
 
@@ -98,6 +99,7 @@ class SavedOptimizer:
     params: tuple[SavedParam, ...]
     groups: tuple[tuple[tuple[str, ...], Tree], ...]
     loose: Tree
+    beside: Tree
     rounded: int = 0
 
 
@@ -128,8 +130,9 @@ class Contents:
             for number, (_, options) in enumerate(self.optimizer.groups):
                 for path, stored in _named(options):
                     yield f"option {path!r} of group {number}", stored
-            for path, stored in _named(self.optimizer.loose):
-                yield f"optimizer state {path!r}", stored
+            for tree in (self.optimizer.loose, self.optimizer.beside):
+                for path, stored in _named(tree):
+                    yield f"optimizer state {path!r}", stored
         if self.model is not None:
             for name, stored in self.model.tensors.items():
                 yield f"model tensor {name!r}", stored
@@ -171,6 +174,7 @@ def to_json(contents: Contents) -> str:
             ],
             "groups": [[list(names), _tree_out(options)] for names, options in optimizer.groups],
             "loose": _tree_out(optimizer.loose),
+            "beside": _tree_out(optimizer.beside),
             "rounded": optimizer.rounded,
         }
     if model is not None:
@@ -292,7 +296,8 @@ class Reader:
             params,
             tuple(groups),
             self._loose(said["loose"]),
-            self._count(said.get("rounded", 0)),
+            self._dict(said["beside"], {"state", "param_groups"}),
+            self._count(said["rounded"]),
         )
 
     def _loose(self, said: Any) -> Tree:

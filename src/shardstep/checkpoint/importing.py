@@ -21,12 +21,13 @@ from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import Job, saved_options, sort_out, write_out
 from shardstep.checkpoint.mastered import MASTER, joined
 from shardstep.checkpoint.names import canonical
+from shardstep.checkpoint.plain import OURS
 from shardstep.checkpoint.safetensors import Stages, no_stages
 from shardstep.checkpoint.shelves import Shelves, made_by, state_key, texts_of
 from shardstep.checkpoint.tree import encode, leaves, with_leaves
 from shardstep.comm import SoloComm
+from shardstep.mixture import full_name
 from shardstep.plan import Box
-from shardstep.probe import kind_named
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
@@ -142,6 +143,7 @@ def _optimizer(
         listed.append((tuple(called[start:stop]), saved_options(shelves, number, group)))
         start = stop
     loose = {key: value for key, value in state.items() if key not in set(keys)}
+    beside = {key: value for key, value in state_dict.items() if key not in OURS}
     if not all(isinstance(key, str) for key in loose):
         raise CheckpointError(
             f"the optimizer's state dict has state for {list(loose)[:5]}, which no group has"
@@ -153,6 +155,7 @@ def _optimizer(
         params=tuple(params),
         groups=tuple(listed),
         loose=shelves.tree("state", loose),
+        beside=shelves.tree("beside", beside),
         rounded=int(state_dict.get("rounding_step", 0)),
     )
 
@@ -257,4 +260,4 @@ def _kind(optimizer_class: str | None) -> str | None:
             f"torch.optim has no class {optimizer_class!r}; give the full name, such as "
             "some.module.Lion"
         )
-    return kind_named(cls)
+    return full_name(cls)

@@ -34,8 +34,8 @@ from shardstep.checkpoint.safetensors import Digest, Progress, Source, no_progre
 from shardstep.checkpoint.shelves import Shelves, deal, holders_of, made_by, state_key, texts_of
 from shardstep.checkpoint.tree import Node, encode, with_leaves
 from shardstep.comm import Comm, connect
+from shardstep.mixture import extras, full_name
 from shardstep.plan import Box, Holding, boxes
-from shardstep.probe import kind_named
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -282,6 +282,7 @@ def _saved_optimizer(
         tuple(params),
         tuple(groups),
         loose,
+        shelves.tree("beside", extras(optimizer.optim)),
         optimizer._rounding.step,
     )
 
@@ -301,7 +302,7 @@ def saved_options(shelves: Shelves, number: int, group: Mapping[str, Any]) -> Tr
 
 def kind_of(optimizer: ZeroRedundancyOptimizer) -> str:
     """The class of the local optimizer, by name."""
-    return kind_named(type(optimizer.optim))
+    return full_name(type(optimizer.optim))
 
 
 def _unsaveable(options: Mapping[str, Any]) -> list[str]:

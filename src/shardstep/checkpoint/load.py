@@ -142,6 +142,7 @@ class _Loading:
     states: dict[int, Any] = field(default_factory=dict)
     masters: dict[int, torch.Tensor] = field(default_factory=dict)
     loose: dict[str, Any] = field(default_factory=dict)
+    beside: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)
@@ -170,6 +171,7 @@ class _Loading:
                 elif index not in match.found:
                     self.masters[index] = master.clone()
             self.loose = value(contents.optimizer.loose)
+            self.beside = value(contents.optimizer.beside)
             self.groups = [{} if tree is None else value(tree) for tree in match.options]
         if match.model is not None and contents.model is not None:
             for name, stored in match.weights.items():
@@ -285,7 +287,8 @@ class _Loading:
             first = last
         plan = optimizer.plan
         held = sorted(plan.intervals(optimizer.rank))
-        install(local, held, {**states, **self.states}, self.loose, groups, plan.specs)
+        states |= self.states
+        install(local, held, states, self.loose, groups, plan.specs, self.beside)
 
     def _put_weights(self) -> None:
         """Copy what this rank has read to where it belongs, and send it to the others."""

@@ -87,6 +87,7 @@ def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, 
             group["param_names"] = list(names)
         groups.append(group)
     found: dict[str, Any] = {
+        **checkpoint.value(saved.beside),
         "state": {**state, **checkpoint.value(saved.loose)},
         "param_groups": groups,
     }

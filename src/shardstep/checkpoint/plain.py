@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,13 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.buffers import flat
+from shardstep.layouts import ELEMENT_WISE
+from shardstep.mixture import Mixture
 from shardstep.plan import Interval, ParamSpec, ShardPlan
-from shardstep.probe import ELEMENT_WISE
 
 Groups = Sequence[Mapping[str, Any]]
+
+OURS = ("state", "param_groups", "masters", "rounding_step")
 
 
 def pack_groups(groups: Groups) -> list[dict[str, Any]]:
@@ -61,7 +65,7 @@ def load_share(
             loose[identifier] = value
             continue
         spec = plan.specs[index]
-        if plan.layout == "sliced" or type(local) in ELEMENT_WISE:
+        if spec.layout == "sliced" or type(local) in ELEMENT_WISE:
             _check(value, spec)
         if value:
             present.add(index)
@@ -71,7 +75,8 @@ def load_share(
         {**group, "params": [index_of[identifier] for identifier in group["params"]]}
         for group in saved_groups
     ]
-    install(local, sorted(held), mine, loose, packed, plan.specs)
+    beside = {key: value for key, value in state_dict.items() if key not in OURS}
+    install(local, sorted(held), mine, loose, packed, plan.specs, beside)
     return present
 
 
@@ -82,6 +87,7 @@ def install(
     loose: Mapping[Any, Any],
     groups: Groups,
     specs: Sequence[ParamSpec],
+    beside: Mapping[str, Any],
 ) -> None:
     """Give the optimizer on some pieces their state, and the options of their groups.
 
@@ -92,6 +98,7 @@ def install(
         loose: state that belongs to no parameter.
         groups: the groups of all parameters, with their numbers.
         specs: all parameters.
+        beside: what the class has put beside state and groups, for the class to read.
     """
     # torch numbers the pieces of the local optimizer in the order of its groups.
     numbers = {index: number for number, index in enumerate(held)}
@@ -103,9 +110,10 @@ def install(
         if "param_names" in group:
             share["param_names"] = [group["param_names"][position] for position in kept]
         local_groups.append(share)
-    local.load_state_dict({"state": state, "param_groups": local_groups})
-    if _casts_blindly(local):
-        _restore_dtypes(local, state, [specs[index].dtype for index in held])
+    local.load_state_dict({**beside, "state": state, "param_groups": local_groups})
+    for part in local.parts if isinstance(local, Mixture) else [local]:
+        if _casts_blindly(part):
+            _restore_dtypes(local, part, state, [specs[index].dtype for index in held])
 
 
 def masters_in(
@@ -166,6 +174,8 @@ def _take(value: Any, held: Interval, spec: ParamSpec) -> Any:
         return {key: _take(item, held, spec) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_take(item, held, spec) for item in value)
+    if isinstance(value, deque):
+        return deque((_take(item, held, spec) for item in value), value.maxlen)
     return value
 
 
@@ -180,11 +190,12 @@ def _casts_blindly(local: Optimizer) -> bool:
 
 
 def _restore_dtypes(
-    local: Optimizer, saved: Mapping[Any, Any], dtypes: Sequence[torch.dtype]
+    local: Optimizer, part: Optimizer, saved: Mapping[Any, Any], dtypes: Sequence[torch.dtype]
 ) -> None:
+    own = {param for group in part.param_groups for param in group["params"]}
     params = [param for group in local.param_groups for param in group["params"]]
     for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
-        if number in saved:
+        if number in saved and param in own:
             # What was in step with a 16-bit parameter is to be in step with its master now.
             cast = dtype if param.dtype != dtype else None
             local.state[param] = _recast(local.state[param], saved[number], cast)
@@ -199,6 +210,9 @@ def _recast(loaded: Any, saved: Any, cast: torch.dtype | None) -> Any:
         return {key: _recast(loaded[key], item, cast) for key, item in saved.items()}
     if type(saved) in (list, tuple):
         return type(saved)(_recast(a, b, cast) for a, b in zip(loaded, saved, strict=True))
+    if isinstance(saved, deque):
+        pairs = zip(loaded, saved, strict=True)
+        return deque((_recast(a, b, cast) for a, b in pairs), saved.maxlen)
     # The base class takes a string for an iterable of characters, and loads something else.
     return saved
 

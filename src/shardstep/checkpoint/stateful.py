@@ -14,6 +14,7 @@ and not one whose step counter says 1.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from shardstep.checkpoint.portable import Reading, holds, portable
 from shardstep.checkpoint.stand_in import StandIn
 from shardstep.checkpoint.tree import Leaf, Node, decode, encode, leaves
 from shardstep.comm import Comm
+from shardstep.mixture import extras
 from shardstep.plan import Interval
 
 if TYPE_CHECKING:
@@ -206,8 +208,8 @@ def sharded_state(optimizer: ZeroRedundancyOptimizer) -> ShardedDict:
 
 
 def _beside_state(optimizer: ZeroRedundancyOptimizer, names: Sequence[str]) -> dict[str, Any]:
-    """Masters, by name, and what rounding has to know; nothing where there are none."""
-    beside: dict[str, Any] = {}
+    """What the class keeps beside its state, masters by name, and what rounding has to know."""
+    beside: dict[str, Any] = copy.deepcopy(extras(optimizer.optim))
     held = optimizer.plan.intervals(optimizer.rank)
     mine = optimizer._masters()
     masters = {}
