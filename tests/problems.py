@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -242,7 +243,7 @@ def difference(expected: Any, got: Any, path: str = "") -> str | None:
         if list(expected) != list(got):
             return f"{path}: keys {list(expected)} came as {list(got)}"
         inner = [(f"{path}[{key!r}]", value, got[key]) for key, value in expected.items()]
-    elif isinstance(expected, (list, tuple)):
+    elif isinstance(expected, (list, tuple, deque)):
         if len(expected) != len(got):
             return f"{path}: {len(expected)} entries came as {len(got)}"
         pairs = zip(expected, got, strict=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstep.plan import Box, Interval, boxes
+from shardstep.plan import Box, Interval, boxes, overlap
 
 
 @st.composite
@@ -74,3 +76,58 @@ def test_a_box_outside_of_a_shape_does_not_fit() -> None:
     assert Box.whole((3, 4)).fits((3, 4))
     for offsets, sizes in [((0, 1), (3, 4)), ((-1, 0), (1, 1)), ((0,), (3,)), ((0, 0), (1, -1))]:
         assert not Box(offsets, sizes).fits((3, 4))
+
+
+@st.composite
+def some_boxes(draw: st.DrawFn) -> list[Box]:
+    dims = draw(st.integers(0, 3))
+    box = st.builds(
+        lambda spans: Box(tuple(start for start, _ in spans), tuple(size for _, size in spans)),
+        st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=dims, max_size=dims),
+    )
+    return draw(st.lists(box, max_size=6))
+
+
+@given(some_boxes())
+def test_an_overlap_is_found_exactly_if_two_boxes_have_an_element_in_common(
+    given: list[Box],
+) -> None:
+    pairs = [pair for pair in itertools.combinations(given, 2) if pair[0].intersect(pair[1])]
+    found = overlap(given)
+    assert (found is not None) == bool(pairs)
+    assert found is None or found[0].intersect(found[1]) is not None
+
+
+@given(stretches(), st.integers(9, 60))
+def test_boxes_of_one_tensor_do_not_overlap(
+    given: tuple[torch.Tensor, Interval], step: int
+) -> None:
+    tensor, _ = given
+    cuts = [*range(0, tensor.numel(), step + 1), tensor.numel()]
+    found = [
+        box
+        for start, stop in itertools.pairwise(cuts)
+        for _, box in boxes(Interval(start, stop), tensor.shape, tensor.stride())
+    ]
+    assert overlap(found) is None
+    assert not found or sum(box.numel for box in found) == tensor.numel()
+
+
+def test_thousands_of_chunks_are_compared_in_no_time() -> None:
+    chunks = [
+        box
+        for n in range(8192)
+        for _, box in boxes(Interval(64 * n, 64 * n + 64), (8192, 64), (64, 1))
+    ]
+    start = time.perf_counter()
+    assert overlap(chunks) is None
+    assert time.perf_counter() - start < 15, "each with each would take minutes"
+
+
+@given(stretches())
+def test_a_box_within_another_comes_back_out_of_it(given: tuple[torch.Tensor, Interval]) -> None:
+    tensor, interval = given
+    for _, box in boxes(interval, tensor.shape, tensor.stride()):
+        common = box.intersect(Box.whole(tensor.shape))
+        if common is not None:
+            assert common.within(box).out_of(box) == common

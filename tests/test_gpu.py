@@ -295,6 +295,10 @@ def test_stochastic_rounding_draws_the_same_on_every_device(dtype: torch.dtype) 
 def _device_bytes() -> float:
     """Bytes per element of the model, beside the pool that gradients travel through."""
     width = 2048
+    # cuBLAS keeps work space for each thread that uses it: forward's and backward's.
+    first = nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16)
+    first(torch.randn(8, width, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    del first
     before = torch.cuda.memory_allocated()
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(24)))
     model = model.cuda().bfloat16()

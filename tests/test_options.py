@@ -578,9 +578,15 @@ class _Twice(optim.SGD):
         return super().step(closure)
 
 
-def _evaluates_twice() -> None:
+class _TwiceUnnoticed(_Twice):
+    """The same, but not tried, since it says what it is."""
+
+    shardstep_layout = "sliced"
+
+
+def _evaluates_twice(cls: type[Optimizer]) -> None:
     params = make_params(frozen=())
-    opt = ZeroRedundancyOptimizer(params, _Twice, lr=0.1)
+    opt = ZeroRedundancyOptimizer(params, cls, lr=0.1)
 
     def closure() -> float:
         set_gradients(params, 0, missing=False)
@@ -590,8 +596,9 @@ def _evaluates_twice() -> None:
 
 
 def test_a_closure_that_is_evaluated_twice_is_refused_on_every_rank() -> None:
-    run_ranks(_evaluates_twice, 1)
-    raises_on_every_rank(_evaluates_twice, 2, RuntimeError, match="more than once")
+    run_ranks(_evaluates_twice, 1, _Twice)
+    raises_on_every_rank(_evaluates_twice, 2, ValueError, _Twice, match="more than once")
+    raises_on_every_rank(_evaluates_twice, 2, RuntimeError, _TwiceUnnoticed, match="more than once")
 
 
 def _look_at_state() -> list[str]:

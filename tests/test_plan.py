@@ -250,6 +250,8 @@ def test_a_share_counts_what_the_pieces_and_segments_of_its_rank_say(plan: Shard
             for bucket in plan.training_buckets
         )
         assert estimated.gather_nbytes_sent == sent * (plan.world_size - 1)
+        everything = sum(bucket.nbytes for bucket in plan.training_buckets)
+        assert estimated.reduce_nbytes_sent == everything - sent
         total += estimated.numel
     assert total == sum(spec.numel for spec in plan.specs if spec.trainable)
 
@@ -346,6 +348,8 @@ CHANGES: dict[str, Callable[[ParamSpec], object]] = {
     "device": lambda spec: "xpu#0",
     "group": lambda spec: spec.group + 1,
     "trainable": lambda spec: not spec.trainable,
+    "layout": lambda spec: {"sliced": "whole", "whole": "sliced"}[spec.layout],
+    "cost": lambda spec: spec.cost + 1,
 }
 
 
@@ -353,12 +357,12 @@ CHANGES: dict[str, Callable[[ParamSpec], object]] = {
 def test_any_change_of_any_spec_changes_the_fingerprint(
     data: st.DataObject, world_size: int, layout: str
 ) -> None:
-    specs = data.draw(spec_lists())
+    specs = [dataclasses.replace(spec, layout=layout) for spec in data.draw(spec_lists())]
     index = data.draw(st.integers(0, len(specs) - 1))
     field = data.draw(st.sampled_from(sorted(CHANGES)))
     changed = list(specs)
     changed[index] = dataclasses.replace(specs[index], **{field: CHANGES[field](specs[index])})
-    before, after = (ShardPlan.make(each, world_size, layout) for each in (specs, changed))
+    before, after = (ShardPlan.make(each, world_size) for each in (specs, changed))
     assert before.fingerprint != after.fingerprint
 
 
@@ -498,7 +502,9 @@ CORRUPTIONS: dict[str, tuple[Callable[[ShardPlan], object], str]] = {
         "'u'.* is placed nowhere",
     ),
     "a parameter that is cut under whole": (
-        lambda plan: dataclasses.replace(plan, layout="whole"),
+        lambda plan: dataclasses.replace(
+            plan, specs=tuple(dataclasses.replace(spec, layout="whole") for spec in plan.specs)
+        ),
         "'v'.* is cut in two|'w'.* is cut in two",
     ),
 }

@@ -350,6 +350,44 @@ def test_a_closure_that_is_evaluated_again_sees_the_update_in_between(policy: An
     assert param[0].item() == 1.5
 
 
+# --------------------------------------------------------------------------------------- the norm
+
+
+def _clipped_drop_in() -> list[str]:
+    """The norm is that of the gradients in fp32, not one that was rounded to 16 bits on the way."""
+    failures = []
+    for norm_type in (2.0, 1.0, torch.inf):
+        params = make_params(dtypes=(BF16, FP32, torch.complex64))
+        opt = ZeroRedundancyOptimizer(params, optim.SGD, precision=MASTERS, lr=0.1)
+        set_gradients(params, 1)
+        wide = [p.detach().to(torch.promote_types(p.dtype, FP32)) for p in params]
+        for tensor, param in zip(wide, params, strict=True):
+            tensor.grad = None if param.grad is None else param.grad.to(tensor.dtype)
+        expected = nn.utils.clip_grad_norm_(wide, 1.0, norm_type)
+        norm = opt.clip_grad_norm_(1.0, norm_type)
+        if norm.dtype != FP32 or not torch.allclose(norm, expected, rtol=1e-6, atol=0):
+            failures.append(f"{norm_type}: {norm}, not {expected}")
+        for tensor, param in zip(wide, params, strict=True):
+            if tensor.grad is not None and param.grad is not None:
+                torch.testing.assert_close(
+                    param.grad.to(tensor.dtype), tensor.grad, rtol=0.01, atol=0
+                )
+    return failures
+
+
+def test_a_drop_in_computes_the_norm_of_16_bit_gradients_in_fp32() -> None:
+    assert _clipped_drop_in() == []
+
+
+def test_a_drop_in_raises_for_a_norm_that_is_not_finite_if_asked_to() -> None:
+    params = make_params([(70, 3), (5,)], dtypes=(BF16,), frozen=())
+    opt = ZeroRedundancyOptimizer(params, optim.SGD, precision=MASTERS, lr=0.1)
+    assert opt.clip_grad_norm_(1.0).item() == 0  # no gradients yet
+    params[0].grad = torch.full_like(params[0], torch.inf)
+    with pytest.raises(RuntimeError, match="cannot be clipped"):
+        opt.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
 # -------------------------------------------------------------------------------------- the state
 
 

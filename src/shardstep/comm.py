@@ -408,8 +408,10 @@ class GroupComm:
         if self.group is not dist.group.WORLD:
             self._check_names()
             ranks = dist.get_process_group_ranks(self.group)
-            # The order of the ranks is the group's own, and ranks outside of it are not here.
-            options |= {"use_local_synchronization": True, "sort_ranks": False}
+            # Ranks outside of the group are not here to make another with.
+            options["use_local_synchronization"] = True
+            if ranks != sorted(ranks):
+                options["sort_ranks"] = False  # the order is the group's own; torch 2.12 and later
         comm = GroupComm(dist.new_group(ranks, **options), self._device)
         assert comm.group_rank == self.group_rank
         return comm

@@ -22,6 +22,10 @@ from shardstep.shard import Shard
 class Gradients(Protocol):
     """What the optimizer asks of the gradients. Every method is called on every rank."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for gradients beside `param.grad`."""
+
     def collect(self) -> None:
         """Let every tensor of this rank's shard have its gradient, or None if there is none."""
 
@@ -75,6 +79,8 @@ class FullGradients:
             for slot in bucket.slots
             if _is_cut(slot.bucket_offset, slot.bucket_offset + slot.numel, bucket)
         ]
+
+    nbytes = 0
 
     def collect(self) -> None:
         """Point each part of a parameter at its part of that parameter's gradient.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from shardstep.mixture import CLASS_KEY
 from shardstep.shard import Shard
 
 _PER_PARAMETER = {"params", "param_names"}
@@ -32,6 +33,7 @@ class LocalOptimizer:
     def __init__(self, exposed: Groups, shard: Shard, make: Callable[[Groups], Optimizer]) -> None:
         self._exposed = exposed
         self._shard = shard
+        self._make = make
         self.optim = make(self._groups(shard))
         if not isinstance(self.optim, Optimizer):
             raise ValueError(
@@ -59,7 +61,7 @@ class LocalOptimizer:
         """Let what schedulers and users wrote to the exposed groups reach the optimizer."""
         for exposed, local in zip(self._exposed, self.optim.param_groups, strict=True):
             for key, value in exposed.items():
-                if key not in _PER_PARAMETER:
+                if key not in _PER_PARAMETER and key != CLASS_KEY:
                     local[key] = value
 
     def publish_options(self) -> None:
@@ -78,9 +80,42 @@ class LocalOptimizer:
             if tensor in self.optim.state
         }
 
+    def rehearse(self, params: Collection[int]) -> tuple[dict[int, Any], dict[Any, Any]]:
+        """The state that a first step would make for these parameters, and for none of them.
+
+        Another optimizer of the same class takes one step with zero gradients, on copies of this
+        rank's pieces of them. What it makes tells the form of the state, not its values.
+        Parameters, state, options and random numbers are as before.
+        """
+        groups: Groups = []
+        copies: dict[int, torch.Tensor] = {}
+        start = 0
+        for group in self._exposed:
+            held = self._shard.in_group(range(start, start + len(group["params"])))
+            own = {index: _copy(tensor) for index, tensor in held if index in params}
+            options = {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key not in _PER_PARAMETER
+            }
+            if "param_names" in group:
+                options["param_names"] = [group["param_names"][index - start] for index in own]
+            groups.append({**options, "params": list(own.values())})
+            copies.update(own)
+            start += len(group["params"])
+        elsewhere = {copy.device for copy in copies.values() if copy.device.type != "cpu"}
+        kind = next(iter(elsewhere)).type if elsewhere else "cuda"
+        with torch.random.fork_rng(
+            [device.index for device in elsewhere if device.type == kind], device_type=kind
+        ):
+            twin = self._make(groups)
+            twin.step()
+        states = {index: twin.state[copy] for index, copy in copies.items() if twin.state.get(copy)}
+        return states, _loose(twin)
+
     def loose_state(self) -> dict[Any, Any]:
         """State that belongs to no parameter."""
-        return {k: v for k, v in self.optim.state.items() if not isinstance(k, torch.Tensor)}
+        return _loose(self.optim)
 
     def adopt(self, shard: Shard, states: Mapping[int, Any]) -> None:
         """Step on other pieces from now on, with the state given for them.
@@ -100,6 +135,17 @@ class LocalOptimizer:
                 self.optim.add_param_group(group)
         self.push_options()
         self.publish_options()
+
+
+def _loose(optim: Optimizer) -> dict[Any, Any]:
+    return {k: v for k, v in optim.state.items() if not isinstance(k, torch.Tensor)}
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values elsewhere, with a gradient of zeros."""
+    copy = torch.nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
+    copy.grad = torch.zeros_like(copy)
+    return copy
 
 
 class LocalState(Mapping[torch.Tensor, Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +19,16 @@ from shardstep.agree import agree
 from shardstep.attach import ModuleTie, check_membership, describe_buffers, names_in
 from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.exchange import move_state
-from shardstep.checkpoint.plain import load_share, masters_in, pack_groups
+from shardstep.checkpoint.gaps import warn_of_gaps
+from shardstep.checkpoint.outside import numbered
+from shardstep.checkpoint.plain import install, load_share, masters_in, pack_groups
+from shardstep.checkpoint.stateful import (
+    asked_by_dcp,
+    is_sharded,
+    read_sharded,
+    refuse_initialisation,
+    sharded_state,
+)
 from shardstep.checkpoint.tree import Leaf
 from shardstep.comm import Comm, connect
 from shardstep.describe import Given, describe, describe_options, is_trainable, parameters
@@ -31,12 +41,14 @@ from shardstep.join import (
     provide_gradients,
     take_options,
 )
+from shardstep.layouts import Layouts
 from shardstep.local import LocalOptimizer, LocalState
 from shardstep.masters import Copies, Masters, Wide
-from shardstep.plan import Interval, Piece, ShardPlan, share
+from shardstep.mixture import CLASS_KEY, Mixture, extras, names_a_class
+from shardstep.plan import Interval, ParamSpec, Piece, ShardPlan, share
 from shardstep.precision import MixedPrecision, resolve, warn_of_16_bits, widened
-from shardstep.probe import choose_layout
 from shardstep.reduce import ShardedGradients
+from shardstep.report.optimizer import Report, make_report
 from shardstep.rounding import StochasticRounding
 from shardstep.shard import Shard
 
@@ -59,6 +71,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Args:
         params: parameters, `(name, parameter)` pairs or parameter groups, as for any optimizer.
             All ranks have to give the same, in the same order; if they do not, all ranks raise.
+            A group may name a class of its own under `"optimizer_class"`; its options go to that.
         optimizer_class: the class of the local optimizer.
         process_group: the ranks that share the state; the default group if None.
         parameters_as_bucket_view: if True, trainable parameters are moved into flat buckets
@@ -71,8 +84,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ZeRO-2: the optimizer starts all ranks from rank 0's parameters, reduces gradients to
             their owners while backward runs and gathers parameters while the next forward runs.
             Parameters live in buckets then.
-        layout: `"sliced"` cuts parameters anywhere, `"whole"` never cuts one; `"auto"` takes
-            `"sliced"` where the class is known to be element-wise and `"whole"` otherwise.
+        layout: `"sliced"` cuts parameters anywhere, `"whole"` never cuts one; `"auto"` finds out,
+            group by group, which of them leaves the class's numbers as they are, and refuses if
+            neither does. What is asked for is checked.
         precision: how 16-bit parameters are stepped on, and in which dtype gradients travel. If
             None, they get fp32 masters with `module`; without it, they are updated in 16 bits, as
             by `optimizer_class` itself, and rank 0 warns once of what that loses.
@@ -147,6 +161,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # its master, as it keeps its state.
         self._widened: set[int] = set()
         self._warned = precision is not None or self.rank != 0
+        self._layout = layout
+        self._layouts = Layouts(
+            layout,
+            optimizer_class,
+            defaults,
+            self.world_size,
+            lambda dtype: self._precision.step_dtype(dtype),
+        )
+
+        def local(groups: list[dict[str, Any]]) -> Optimizer:
+            if names_a_class(groups):
+                return Mixture(groups, optimizer_class, **defaults)
+            return optimizer_class(groups, **defaults)
 
         def make() -> tuple[ShardPlan, list[str]]:
             if overlap_with_ddp and module is not None:
@@ -156,16 +183,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             # The local optimizer knows the class's defaults, in the class's order; they are taken
             # over from it below.
             Optimizer.__init__(self, given.items(), {})
-            self._layout = choose_layout(layout, optimizer_class, self.world_size)
             if module is not None:
                 check_membership(module, parameters(self.param_groups))
             plan, lines = self._plan_now()
             self._shard = self._shard_of(plan)
-            self._local = LocalOptimizer(
-                self.param_groups,
-                self._shard,
-                lambda groups: optimizer_class(groups, **defaults),
-            )
+            self._local = LocalOptimizer(self.param_groups, self._shard, local)
             self.optim = self._local.optim
             head = [
                 f"optimizer class {type(self.optim).__qualname__}",
@@ -210,10 +232,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _plan_now(self) -> tuple[ShardPlan, list[str]]:
         """A plan for the parameters as they are now, and the words in which ranks compare it."""
-        specs = describe(self.param_groups, names_in(self._module) if self._module else {})
-        plan = ShardPlan.make(specs, self.world_size, self._layout, self._bucket_bytes)
+        specs = self._specs_now()
+        plan = ShardPlan.make(specs, self.world_size, bucket_bytes=self._bucket_bytes)
         head = [f"layout={self._layout!r}, bucket_bytes={self._bucket_bytes}"]
-        return plan, [*head, *map(str, specs), "no more parameters", f"plan {plan.fingerprint}"]
+        tail = [*self._layouts.lines(), f"plan {plan.fingerprint}"]
+        return plan, [*head, *map(str, specs), "no more parameters", *tail]
+
+    def _specs_now(self) -> list[ParamSpec]:
+        specs = describe(self.param_groups, names_in(self._module) if self._module else {})
+        return self._layouts.apply(self.param_groups, specs)
 
     def _shard_of(self, plan: ShardPlan) -> Shard:
         self._widened |= widened(plan.specs, self._precision)
@@ -292,8 +319,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._unchanged():
             return
-        names = names_in(self._module) if self._module else {}
-        specs = describe(self.param_groups, names)
+        specs = self._specs_now()
         if self._gradients.held():
             # Freezing and unfreezing between backward and step wait until the gradients, which lie
             # where the plan in force has put them, are cleared.
@@ -369,6 +395,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         groups = list(self.param_groups)
 
         def make() -> tuple[ShardPlan, list[str]]:
+            if CLASS_KEY in param_group and not isinstance(self.optim, Mixture):
+                raise ValueError(
+                    f"this optimizer was constructed with one class for all groups, so a group "
+                    f"with {CLASS_KEY!r} cannot be added; name the class of a group from the start"
+                )
             super(ZeroRedundancyOptimizer, self).add_param_group(param_group)
             plan, lines = self._plan_now()
             return plan, describe_options(self.param_groups[-1:]) + lines
@@ -377,6 +408,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._replan("add_param_group", make)
         except Exception:
             self.param_groups[:] = groups
+            self._layouts.forget(len(groups))
             raise
 
     # ------------------------------------------------------------------------------- the step
@@ -644,6 +676,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         shown = repr(parameter) if isinstance(parameter, str) else "the given tensor"
         raise ValueError(f"rank {self.rank}: {shown} is not a parameter of this optimizer")
 
+    def report(self) -> Report:
+        """What this rank holds and sends, which layout each group has, and why; print it.
+
+        It is this rank's own: nothing is communicated.
+        """
+        return make_report(
+            self.rank,
+            self._plan,
+            self._layouts.explain(self.param_groups),
+            self.optim.state.values(),
+            self._gradients.nbytes,
+            self._reducer is not None,
+        )
+
     def detach(self) -> None:
         """Undo all that was done to parameters and module; this optimizer is of no more use.
 
@@ -661,6 +707,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property  # type: ignore[override]
     def state(self) -> LocalState:
         """This rank's part of the state, by parameter; a view that can be read and cleared."""
+        refuse_initialisation()
         return LocalState(self._params, self._local)
 
     @state.setter
@@ -709,6 +756,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._consolidated = {
                 "state": {**states, **self._local.loose_state()},
                 "param_groups": pack_groups(self.param_groups),
+                **copy.deepcopy(extras(self.optim)),
             }
             if masters:
                 self._consolidated["masters"] = masters
@@ -720,13 +768,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         It is what the unsharded optimizer's `state_dict()` would be, with tensors on the CPU, and
         loads into a plain `torch.optim` optimizer. Masters, if there are any, are beside that under
-        `"masters"`, by number of the parameter and in its shape.
+        `"masters"`, by number of the parameter and in its shape. Only
+        `torch.distributed.checkpoint`, which asks every rank, is given each rank's part of the
+        state instead: see `checkpoint.Sharded`.
 
         Raises:
             RuntimeError: if the state was not consolidated on this rank.
         """
+        return self._state_dict(sharded=asked_by_dcp())
+
+    def _state_dict(self, sharded: bool) -> StateDict:
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
+        state_dict = sharded_state(self) if sharded else self._consolidated_here()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
+
+    def _consolidated_here(self) -> StateDict:
         if self.world_size == 1:
             self.consolidate_state_dict()
         if self._consolidated is None:
@@ -735,21 +794,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"here, call consolidate_state_dict(to={self.rank}) on all {self.world_size} ranks "
                 f"of the process group first, and then state_dict() on rank {self.rank}"
             )
-        state_dict: StateDict = {
-            **self._consolidated,
-            "state": dict(self._consolidated["state"]),
+        return {
+            **{key: copy.copy(value) for key, value in self._consolidated.items()},
             "param_groups": [dict(group) for group in self._consolidated["param_groups"]],
         }
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = post_hook(self, state_dict) or state_dict
-        return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take this rank's share out of a full state dict.
 
-        The dict may come from here, at any world size and layout, or from the plain
-        `torch.optim` class. It is not changed, and nothing keeps hold of its tensors. Masters are
-        taken from it if it has any, and made from the parameters otherwise.
+        The dict may come from here, at any world size and layout, from the plain `torch.optim`
+        class, or from FSDP2 and DDP with names for the parameters, nested or flat, as
+        `get_optimizer_state_dict` gives it in full; names are matched to names. It is not changed,
+        and nothing keeps hold of its tensors. Masters are taken from it if it has any, and made of
+        the parameters otherwise. A dict that lacks the state of parameters that train is warned of.
 
         Args:
             state_dict: what `state_dict()` returned.
@@ -757,20 +814,30 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: if it does not fit this optimizer's parameters; nothing is loaded then.
         """
+        sharded = is_sharded(state_dict)
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        masters = masters_in(state_dict, self.param_groups, self._plan, self.rank)
-        load_share(
-            state_dict,
-            groups=self.param_groups,
-            plan=self._plan,
-            group_rank=self.rank,
-            local=self.optim,
-        )
+        if sharded:
+            taken = read_sharded(self, state_dict)
+            masters, present = taken.masters, taken.present
+            held = sorted(self._plan.intervals(self.rank))
+            install(self.optim, held, taken.states, taken.loose, taken.groups, self._plan.specs, {})
+        else:
+            names = [spec.name for spec in self._plan.specs]
+            state_dict = dict(numbered(state_dict, self.param_groups, names))
+            masters = masters_in(state_dict, self.param_groups, self._plan, self.rank)
+            present = load_share(
+                state_dict,
+                groups=self.param_groups,
+                plan=self._plan,
+                group_rank=self.rank,
+                local=self.optim,
+            )
         self._set_masters(masters)
         self._rounding.step = state_dict.get("rounding_step", self._rounding.step)
         self._local.publish_options()
+        warn_of_gaps(self._local, self._plan, self.rank, present)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -89,6 +89,8 @@ class SavedOptimizer:
         params: its parameters, in order.
         groups: for each group, the names of its parameters and its options.
         loose: state that belongs to no parameter.
+        beside: what the class keeps beside its state and groups.
+        rounded: how many steps were rounded stochastically.
     """
 
     kind: str | None
@@ -97,6 +99,8 @@ class SavedOptimizer:
     params: tuple[SavedParam, ...]
     groups: tuple[tuple[tuple[str, ...], Tree], ...]
     loose: Tree
+    beside: Tree
+    rounded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +130,9 @@ class Contents:
             for number, (_, options) in enumerate(self.optimizer.groups):
                 for path, stored in _named(options):
                     yield f"option {path!r} of group {number}", stored
-            for path, stored in _named(self.optimizer.loose):
-                yield f"optimizer state {path!r}", stored
+            for tree in (self.optimizer.loose, self.optimizer.beside):
+                for path, stored in _named(tree):
+                    yield f"optimizer state {path!r}", stored
         if self.model is not None:
             for name, stored in self.model.tensors.items():
                 yield f"model tensor {name!r}", stored
@@ -169,6 +174,8 @@ def to_json(contents: Contents) -> str:
             ],
             "groups": [[list(names), _tree_out(options)] for names, options in optimizer.groups],
             "loose": _tree_out(optimizer.loose),
+            "beside": _tree_out(optimizer.beside),
+            "rounded": optimizer.rounded,
         }
     if model is not None:
         said["model"] = {
@@ -289,6 +296,8 @@ class Reader:
             params,
             tuple(groups),
             self._loose(said["loose"]),
+            self._dict(said["beside"], {"state", "param_groups"}),
+            self._count(said["rounded"]),
         )
 
     def _loose(self, said: Any) -> Tree:
@@ -303,6 +312,11 @@ class Reader:
         if tree.node[0] != "dict" or any(key in but for key, _ in tree.node[1]):
             raise self._bad("something is not the dict that it should be")
         return tree
+
+    def _count(self, said: Any) -> int:
+        if not is_counts([said]):
+            raise self._bad(f"it says {said!r:.100} where only a number can be")
+        return int(said)
 
     def _bool(self, said: Any) -> bool:
         if not isinstance(said, bool):

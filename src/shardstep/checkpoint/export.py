@@ -95,8 +95,8 @@ def export(
             _check_dtypes(checkpoint)
         elif part == "model":
             saved_model(checkpoint)
-        elif part == "optimizer":
-            saved_optimizer(checkpoint)
+        elif part == "optimizer" or checkpoint.contents.optimizer is not None:
+            saved_optimizer(checkpoint, named=to == "torch-named")
         if verify:
             total = sum(digest.nbytes for digest in checkpoint.manifest.files.values())
             checkpoint.verify(progress=stages("checking", total))
@@ -131,6 +131,7 @@ def _write_torch(path: Path, folder: Path, part: Part, named: bool, stages: Stag
 
     with Checkpoint(path, room) as checkpoint:
         value = _value(checkpoint, part, named)
+    scratch.rest()
     with _Sink(folder / EXPORT, scratch.rest, stages("writing", sum(sizes))) as file:
         torch.save(value, file)
         os.fsync(file.fileno())

@@ -100,7 +100,10 @@ def _read_torch(file: Path) -> Any:
             f"{file}: holds more than tensors, numbers, text, lists and dicts, and is not read, "
             "since that could run any code; load it where you trust it and save state dicts alone"
         ) from error
-    except (RuntimeError, ValueError, EOFError, KeyError, AttributeError) as error:
+    except OSError:
+        raise
+    except Exception as error:
+        # What is no such file can make torch raise anything.
         raise CheckpointError(
             f"{file}: cannot be read as a file of torch.save ({_first_line(error)})"
         ) from error

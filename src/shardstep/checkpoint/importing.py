@@ -19,13 +19,15 @@ from shardstep.checkpoint.contents import (
 )
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import Job, saved_options, sort_out, write_out
+from shardstep.checkpoint.mastered import MASTER, joined
 from shardstep.checkpoint.names import canonical
+from shardstep.checkpoint.plain import OURS
 from shardstep.checkpoint.safetensors import Stages, no_stages
 from shardstep.checkpoint.shelves import Shelves, made_by, state_key, texts_of
-from shardstep.checkpoint.tree import encode, leaves
+from shardstep.checkpoint.tree import encode, leaves, with_leaves
 from shardstep.comm import SoloComm
+from shardstep.mixture import full_name
 from shardstep.plan import Box
-from shardstep.probe import kind_named
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
@@ -128,6 +130,7 @@ def _optimizer(
     optimizer_class: str | None,
 ) -> SavedOptimizer:
     state, groups = _parts(state_dict)
+    state = joined(state, state_dict.get("masters", {}))
     keys = [key for group in groups for key in group["params"]]
     called, positional = _names(groups, keys, names)
     params = []
@@ -140,6 +143,11 @@ def _optimizer(
         listed.append((tuple(called[start:stop]), saved_options(shelves, number, group)))
         start = stop
     loose = {key: value for key, value in state.items() if key not in set(keys)}
+    beside = {key: value for key, value in state_dict.items() if key not in OURS}
+    if not all(isinstance(key, str) for key in loose):
+        raise CheckpointError(
+            f"the optimizer's state dict has state for {list(loose)[:5]}, which no group has"
+        )
     return SavedOptimizer(
         _kind(optimizer_class),
         positional,
@@ -147,6 +155,8 @@ def _optimizer(
         params=tuple(params),
         groups=tuple(listed),
         loose=shelves.tree("state", loose),
+        beside=shelves.tree("beside", beside),
+        rounded=int(state_dict.get("rounding_step", 0)),
     )
 
 
@@ -217,8 +227,12 @@ def _param(
     dtype: torch.dtype,
     state: Any,
 ) -> SavedParam:
-    if state is None:
+    if state is None or (isinstance(state, Mapping) and not state):
         return SavedParam(name, shape, dtype, True, None, ())
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"the state of parameter {name!r} is a {type(state).__name__}, and not a dict"
+        )
     try:
         node, tensors = encode(state)
     except TypeError as error:
@@ -226,11 +240,12 @@ def _param(
     found = leaves(node)
     stored = {}
     for number, (leaf, tensor) in enumerate(zip(found, tensors, strict=True)):
-        if leaf.data is None:
+        if leaf.data is None or leaf.path == MASTER:
             box = Box.whole(leaf.shape)
             key = state_key(index, number, name, leaf, box)
             chunk = shelves.put("optimizer", 0, key, box, tensor)
             stored[number] = Stored(leaf.dtype, leaf.shape, (chunk,))
+    node = with_leaves(node, lambda n, leaf: [*leaf[:-1], None] if n in stored else leaf)
     per_element = tuple(leaf.shape == shape for leaf in found)
     return SavedParam(name, shape, dtype, True, Tree(node, stored), per_element)
 
@@ -245,4 +260,4 @@ def _kind(optimizer_class: str | None) -> str | None:
             f"torch.optim has no class {optimizer_class!r}; give the full name, such as "
             "some.module.Lion"
         )
-    return kind_named(cls)
+    return full_name(cls)

@@ -28,13 +28,14 @@ from shardstep.checkpoint.contents import (
 )
 from shardstep.checkpoint.exchange import Kept, survey
 from shardstep.checkpoint.folder import Staging, keep_last, write_text
+from shardstep.checkpoint.mastered import MASTER, joined
 from shardstep.checkpoint.names import names_of, uncompiled, unwrapped
 from shardstep.checkpoint.safetensors import Digest, Progress, Source, no_progress, write
 from shardstep.checkpoint.shelves import Shelves, deal, holders_of, made_by, state_key, texts_of
 from shardstep.checkpoint.tree import Node, encode, with_leaves
 from shardstep.comm import Comm, connect
+from shardstep.mixture import extras, full_name
 from shardstep.plan import Box, Holding, boxes
-from shardstep.probe import kind_named
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -100,7 +101,8 @@ def prepare(
         optimizer._gather.land()
         names, positional = names_of(optimizer, model)
         held = [optimizer.plan.intervals(rank) for rank in range(comm.world_size)]
-        kept, tensors = survey(comm, optimizer.plan.specs, held, optimizer._local.states())
+        own = joined(optimizer._local.states(), optimizer._masters())
+        kept, tensors = survey(comm, optimizer.plan.specs, held, own)
         states = _place_state(shelves, names, held, kept, tensors, comm.group_rank)
 
     def describe() -> str:
@@ -201,7 +203,8 @@ def _place_state(
         stored: dict[int, Stored] = {}
         for number, leaf in enumerate(found.leaves):
             divided = found.shared and found.per_element[number]
-            if leaf.data is not None and not divided:
+            # Masters are in files whatever their size: a model may be loaded from them.
+            if leaf.data is not None and not divided and leaf.path != MASTER:
                 continue
             chunks = []
             # What belongs to the whole parameter is the same on all that hold a part of it.
@@ -272,7 +275,16 @@ def _saved_optimizer(
         )
     loose = shelves.tree("state", loose_state)
     kind = kind_of(optimizer)
-    return SavedOptimizer(kind, positional, optimizer._stepped, tuple(params), tuple(groups), loose)
+    return SavedOptimizer(
+        kind,
+        positional,
+        optimizer._stepped,
+        tuple(params),
+        tuple(groups),
+        loose,
+        shelves.tree("beside", extras(optimizer.optim)),
+        optimizer._rounding.step,
+    )
 
 
 def saved_options(shelves: Shelves, number: int, group: Mapping[str, Any]) -> Tree:
@@ -290,7 +302,7 @@ def saved_options(shelves: Shelves, number: int, group: Mapping[str, Any]) -> Tr
 
 def kind_of(optimizer: ZeroRedundancyOptimizer) -> str:
     """The class of the local optimizer, by name."""
-    return kind_named(type(optimizer.optim))
+    return full_name(type(optimizer.optim))
 
 
 def _unsaveable(options: Mapping[str, Any]) -> list[str]:

@@ -22,9 +22,10 @@ import torch
 from shardstep.agree import together
 from shardstep.attach import broadcast
 from shardstep.buffers import flat
-from shardstep.checkpoint.contents import SavedParam
+from shardstep.checkpoint.contents import SavedParam, Stored
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import comm_of
+from shardstep.checkpoint.mastered import parted
 from shardstep.checkpoint.match import Match, some, summary
 from shardstep.checkpoint.plain import install
 from shardstep.checkpoint.read import Checkpoint
@@ -96,7 +97,8 @@ def load(
                 "model and optimizer alike on all ranks, and give all the same names"
             )
         if verify:
-            needed = _files_needed(checkpoint, optimizer is not None, model is not None)
+            states = optimizer is not None or match.reads_masters
+            needed = _files_needed(checkpoint, states, model is not None)
             mine = needed[comm.group_rank :: comm.world_size]
             together(comm, what, lambda: checkpoint.verify(mine))
         loading = _Loading(match)
@@ -139,7 +141,9 @@ class _Loading:
 
     match: Match
     states: dict[int, Any] = field(default_factory=dict)
+    masters: dict[int, torch.Tensor] = field(default_factory=dict)
     loose: dict[str, Any] = field(default_factory=dict)
+    beside: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)
@@ -154,11 +158,21 @@ class _Loading:
         if match.optimizer is not None and contents.optimizer is not None:
             plan = match.optimizer.plan
             held = plan.intervals(match.optimizer.rank)
+            states = {}
             for index in sorted(held.keys() & match.found.keys()):
                 param, device = match.found[index], match.optimizer._params[index].device
                 if param.state is not None:
-                    self.states[index] = self._state(param, plan.specs[index], held[index], device)
+                    states[index] = self._state(param, plan.specs[index], held[index], device)
+            self.states, self.masters = parted(states)
+            for index, master in match.optimizer._masters().items():
+                stored = None if index in self.masters else match.wide(index)
+                if stored is not None:
+                    made = torch.empty_like(master)
+                    self.masters[index] = self._piece(stored, plan.specs[index], held[index], made)
+                elif index not in match.found:
+                    self.masters[index] = master.clone()
             self.loose = value(contents.optimizer.loose)
+            self.beside = value(contents.optimizer.beside)
             self.groups = [{} if tree is None else value(tree) for tree in match.options]
         if match.model is not None and contents.model is not None:
             for name, stored in match.weights.items():
@@ -188,19 +202,26 @@ class _Loading:
             if number not in tree.stored:
                 full = leaf.empty(device)
                 return full if whole else flat(full, spec.stride)[here.slice].clone()
-            if whole:
-                tensor = torch.empty_strided(
-                    spec.shape, spec.stride, dtype=leaf.dtype, device=device
-                )
-                checkpoint.read(tree.stored[number], Box.whole(spec.shape), tensor)
-                return tensor
-            tensor = torch.empty(here.numel, dtype=leaf.dtype, device=device)
-            for stretch, box in boxes(here, spec.shape, spec.stride):
-                view = tensor.as_strided(box.sizes, spec.stride, stretch.start - here.start)
-                checkpoint.read(tree.stored[number], box, view)
-            return tensor
+            form = (spec.shape, spec.stride) if whole else ((here.numel,), (1,))
+            tensor = torch.empty_strided(*form, dtype=leaf.dtype, device=device)
+            return self._piece(tree.stored[number], spec, here, tensor)
 
         return checkpoint.value(tree, make)
+
+    def _piece(
+        self, stored: Stored, spec: ParamSpec, here: Interval, piece: torch.Tensor
+    ) -> torch.Tensor:
+        """Fill `piece` with the elements `here` of a tensor that has one for each of a parameter's.
+
+        It has the parameter's shape and strides if it is all of them, and is flat otherwise.
+        """
+        if here == Interval(0, spec.numel):
+            self.match.checkpoint.read(stored, Box.whole(spec.shape), piece)
+            return piece
+        for stretch, box in boxes(here, spec.shape, spec.stride):
+            view = piece.as_strided(box.sizes, spec.stride, stretch.start - here.start)
+            self.match.checkpoint.read(stored, box, view)
+        return piece
 
     # ------------------------------------------------------------------------------ installing
 
@@ -235,6 +256,12 @@ class _Loading:
             match.optimizer._stepped = match.stepped
             match.optimizer._local.publish_options()
         self._put_weights()
+        if match.optimizer is not None:
+            # After the weights: a master that does not round to its parameter is not believed.
+            match.optimizer._set_masters(self.masters)
+            saved = match.checkpoint.contents.optimizer
+            assert saved is not None
+            match.optimizer._rounding.step = saved.rounded
 
     def _put_state(
         self, optimizer: ZeroRedundancyOptimizer, undo: list[Callable[[], None]]
@@ -255,18 +282,16 @@ class _Loading:
             for index, state in optimizer._local.states().items()
             if index not in self.match.found
         }
-        numbers = {
-            index: n for n, index in enumerate(sorted(optimizer.plan.intervals(optimizer.rank)))
-        }
         groups = []
         first = 0
-        for mine, options in zip(local.param_groups, self.groups, strict=True):
+        for mine, options in zip(optimizer.param_groups, self.groups, strict=True):
             last = first + len(mine["params"])
             groups.append({**mine, **options, "params": list(range(first, last))})
             first = last
-        state = {numbers[index]: value for index, value in {**states, **self.states}.items()}
-        dtypes = [optimizer.plan.specs[index].dtype for index in sorted(numbers)]
-        install(local, {**state, **self.loose}, groups, dtypes)
+        plan = optimizer.plan
+        held = sorted(plan.intervals(optimizer.rank))
+        states |= self.states
+        install(local, held, states, self.loose, groups, plan.specs, self.beside)
 
     def _put_weights(self) -> None:
         """Copy what this rank has read to where it belongs, and send it to the others."""

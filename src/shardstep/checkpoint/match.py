@@ -17,6 +17,7 @@ from shardstep.checkpoint.contents import SavedModel, SavedOptimizer, SavedParam
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import EXTRA_STATE, kind_of, model_tensors
 from shardstep.checkpoint.limits import STATE_NBYTES, STATE_RATIO, memory_nbytes
+from shardstep.checkpoint.mastered import master_of, own_entries
 from shardstep.checkpoint.names import names_of, uncompiled, unwrapped
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.shelves import deal
@@ -44,6 +45,7 @@ class Match:
         owners: which rank reads which of them.
         modules: the modules that may have state beyond tensors, by its name.
         rest: for such state in the checkpoint, its name here and what it is now.
+        reads_masters: whether masters are read for a model that can hold them.
     """
 
     checkpoint: Checkpoint
@@ -63,6 +65,7 @@ class Match:
     owners: dict[str, int] = field(default_factory=dict)
     modules: dict[str, torch.nn.Module] = field(default_factory=dict)
     rest: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    reads_masters: bool = False
 
     def find(self) -> str:
         """Find out, and change nothing.
@@ -181,8 +184,9 @@ class Match:
                 self.missing.append(f"model: {name}")
                 continue
             used.update(each for each in there if each in saved.tensors)
-            self._check_target(name, target, saved.tensors[hit], _storage(target) in own)
-            self.weights[name] = saved.tensors[hit]
+            stored = self._finest(there, target.dtype, saved.tensors[hit])
+            self._check_target(name, target, stored, _storage(target) in own)
+            self.weights[name] = stored
         self.unexpected += [f"model: {name}" for name in saved.tensors if name not in used]
         told = {key for key, _ in saved.rest.node[1]}
         there_is = {name: self.names.get(name, name) for name in rest}
@@ -195,6 +199,26 @@ class Match:
             uncompiled(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE): module
             for name, module in model.named_modules()
         }
+
+    def _finest(self, names: Sequence[str], wanted: torch.dtype, stored: Stored) -> Stored:
+        """What to read for a tensor of the model: its master, if the model here can hold more."""
+        if wanted.itemsize <= stored.dtype.itemsize or self.checkpoint.contents.optimizer is None:
+            return stored
+        for param in self.checkpoint.contents.optimizer.params:
+            master = master_of(param.state)
+            if master is not None and param.name in names and master.shape == stored.shape:
+                self.reads_masters = True
+                return master
+        return stored
+
+    def wide(self, index: int) -> Stored | None:
+        """The tensor of the model that a parameter is, if it is wider there than the parameter."""
+        if self.optimizer is None or self.model is None:
+            return None
+        names, _ = names_of(self.optimizer, self.model)
+        stored = self.weights.get(names[index])
+        dtype = self.optimizer.plan.specs[index].dtype
+        return stored if stored is not None and stored.dtype.itemsize > dtype.itemsize else None
 
     def _check_target(self, name: str, target: torch.Tensor, stored: Stored, own: bool) -> None:
         """Make sure that copying a stored tensor to its target will not fail, nor be in vain."""
@@ -252,7 +276,7 @@ class Match:
 
 def _is_empty(node: Node) -> bool:
     """Whether a parameter's state has nothing in it, under whatever names."""
-    return all(item[0] == "value" and item[1] is None for _, item in node[1])
+    return all(item[0] == "value" and item[1] is None for item in own_entries(node))
 
 
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardstep.checkpoint.contents import SavedModel, SavedOptimizer
 from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.mastered import parted
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.safetensors import Stages, no_stages
 
@@ -19,9 +20,15 @@ def state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
     constructed with the same parameters in the same groups.
 
     Example:
-        >>> plain = torch.optim.AdamW(model.parameters())  # doctest: +SKIP
-        >>> saved = shardstep.checkpoint.state_dict("run/step-1000")  # doctest: +SKIP
-        >>> plain.load_state_dict(saved)  # doctest: +SKIP
+        >>> import tempfile, torch, shardstep
+        >>> model = torch.nn.Linear(3, 2)
+        >>> opt = shardstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+        >>> plain = torch.optim.AdamW(model.parameters())
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     path = shardstep.checkpoint.save(f"{run}/step-0", opt, model)
+        ...     plain.load_state_dict(state_dict(path))
+        >>> plain.param_groups[0]["lr"]
+        0.1
     """
     with Checkpoint(Path(path)) as checkpoint:
         return optimizer_dict(checkpoint)
@@ -64,25 +71,31 @@ def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, 
     Raises:
         CheckpointError: if there is no optimizer, or its parameters have no names.
     """
-    saved = saved_optimizer(checkpoint)
-    if named and saved.positional:
-        raise CheckpointError(
-            f"{checkpoint.path}: its parameters have no names; save with model=, or construct the "
-            "optimizer from model.named_parameters()"
-        )
+    saved = saved_optimizer(checkpoint, named=named)
     called = {param.name: param.name if named else n for n, param in enumerate(saved.params)}
-    state = {
-        called[param.name]: checkpoint.value(param.state)
-        for param in saved.params
-        if param.state is not None
-    }
+    state, masters = parted(
+        {
+            called[param.name]: checkpoint.value(param.state)
+            for param in saved.params
+            if param.state is not None
+        }
+    )
     groups = []
     for names, options in saved.groups:
         group = {**checkpoint.value(options), "params": [called[name] for name in names]}
         if not saved.positional and not named:
             group["param_names"] = list(names)
         groups.append(group)
-    return {"state": {**state, **checkpoint.value(saved.loose)}, "param_groups": groups}
+    found: dict[str, Any] = {
+        **checkpoint.value(saved.beside),
+        "state": {**state, **checkpoint.value(saved.loose)},
+        "param_groups": groups,
+    }
+    if masters:
+        found["masters"] = masters
+    if saved.rounded:
+        found["rounding_step"] = saved.rounded
+    return found
 
 
 def model_dict(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -97,15 +110,21 @@ def model_dict(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**found, **checkpoint.value(saved.rest)}
 
 
-def saved_optimizer(checkpoint: Checkpoint) -> SavedOptimizer:
+def saved_optimizer(checkpoint: Checkpoint, *, named: bool = False) -> SavedOptimizer:
     """The optimizer that is in a checkpoint.
 
     Raises:
-        CheckpointError: if there is none.
+        CheckpointError: if there is none, or its parameters are to have names and do not.
     """
-    if checkpoint.contents.optimizer is None:
+    saved = checkpoint.contents.optimizer
+    if saved is None:
         raise CheckpointError(f"{checkpoint.path}: there is no optimizer in it")
-    return checkpoint.contents.optimizer
+    if named and saved.positional:
+        raise CheckpointError(
+            f"{checkpoint.path}: its parameters have no names; save with model=, or construct the "
+            "optimizer from model.named_parameters()"
+        )
+    return saved
 
 
 def saved_model(checkpoint: Checkpoint) -> SavedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,13 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.buffers import flat
+from shardstep.layouts import ELEMENT_WISE
+from shardstep.mixture import Mixture
 from shardstep.plan import Interval, ParamSpec, ShardPlan
-from shardstep.probe import ELEMENT_WISE
 
 Groups = Sequence[Mapping[str, Any]]
+
+OURS = ("state", "param_groups", "masters", "rounding_step")
 
 
 def pack_groups(groups: Groups) -> list[dict[str, Any]]:
@@ -33,7 +37,7 @@ def load_share(
     plan: ShardPlan,
     group_rank: int,
     local: Optimizer,
-) -> None:
+) -> set[int]:
     """Load into `local`, which holds `group_rank`'s pieces, its share of a full state dict.
 
     Args:
@@ -43,50 +47,73 @@ def load_share(
         group_rank: whose share to take.
         local: the optimizer on that rank's pieces, in the groups of their parameters.
 
+    Returns:
+        Which parameters the dict has state for.
+
     Raises:
         ValueError: if the dict does not fit; found on every rank alike, before anything is changed.
     """
     saved_groups = state_dict["param_groups"]
     index_of = _match(saved_groups, groups)
     held = plan.intervals(group_rank)
-    # torch numbers the pieces of the local optimizer in the order of its groups.
-    numbers = {index: number for number, index in enumerate(sorted(held))}
-    state: dict[Any, Any] = {}
+    mine: dict[int, Any] = {}
+    loose: dict[Any, Any] = {}
+    present = set()
     for identifier, value in state_dict["state"].items():
         index = index_of.get(identifier)
         if index is None:
-            state[identifier] = value
+            loose[identifier] = value
             continue
         spec = plan.specs[index]
-        if plan.layout == "sliced" or type(local) in ELEMENT_WISE:
+        if spec.layout == "sliced" or type(local) in ELEMENT_WISE:
             _check(value, spec)
+        if value:
+            present.add(index)
         if index in held:
-            state[numbers[index]] = _take(value, held[index], spec)
-    local_groups = []
-    for group in saved_groups:
-        mine = [index_of[identifier] for identifier in group["params"]]
-        kept = [position for position, index in enumerate(mine) if index in held]
-        share = {**group, "params": [numbers[mine[position]] for position in kept]}
-        if "param_names" in group:
-            share["param_names"] = [group["param_names"][position] for position in kept]
-        local_groups.append(share)
-    install(local, state, local_groups, [plan.specs[index].dtype for index in sorted(held)])
+            mine[index] = _take(value, held[index], spec)
+    packed = [
+        {**group, "params": [index_of[identifier] for identifier in group["params"]]}
+        for group in saved_groups
+    ]
+    beside = {key: value for key, value in state_dict.items() if key not in OURS}
+    install(local, sorted(held), mine, loose, packed, plan.specs, beside)
+    return present
 
 
 def install(
-    local: Optimizer, state: Mapping[Any, Any], groups: Groups, dtypes: Sequence[torch.dtype]
+    local: Optimizer,
+    held: Sequence[int],
+    states: Mapping[int, Any],
+    loose: Mapping[Any, Any],
+    groups: Groups,
+    specs: Sequence[ParamSpec],
+    beside: Mapping[str, Any],
 ) -> None:
-    """Give `local` this state, by number of the piece, and these groups.
+    """Give the optimizer on some pieces their state, and the options of their groups.
 
     Args:
         local: the optimizer.
-        state: by number of the piece.
-        groups: with numbers in place of pieces.
-        dtypes: of the parameters that the pieces are of.
+        held: the numbers of the parameters whose pieces it has, in order.
+        states: state by number of the parameter.
+        loose: state that belongs to no parameter.
+        groups: the groups of all parameters, with their numbers.
+        specs: all parameters.
+        beside: what the class has put beside state and groups, for the class to read.
     """
-    local.load_state_dict({"state": state, "param_groups": groups})
-    if _casts_blindly(local):
-        _restore_dtypes(local, state, dtypes)
+    # torch numbers the pieces of the local optimizer in the order of its groups.
+    numbers = {index: number for number, index in enumerate(held)}
+    state = {**loose, **{numbers[index]: value for index, value in states.items()}}
+    local_groups = []
+    for group in groups:
+        kept = [position for position, index in enumerate(group["params"]) if index in numbers]
+        share = {**group, "params": [numbers[group["params"][position]] for position in kept]}
+        if "param_names" in group:
+            share["param_names"] = [group["param_names"][position] for position in kept]
+        local_groups.append(share)
+    local.load_state_dict({**beside, "state": state, "param_groups": local_groups})
+    for part in local.parts if isinstance(local, Mixture) else [local]:
+        if _casts_blindly(part):
+            _restore_dtypes(local, part, state, [specs[index].dtype for index in held])
 
 
 def masters_in(
@@ -147,6 +174,8 @@ def _take(value: Any, held: Interval, spec: ParamSpec) -> Any:
         return {key: _take(item, held, spec) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_take(item, held, spec) for item in value)
+    if isinstance(value, deque):
+        return deque((_take(item, held, spec) for item in value), value.maxlen)
     return value
 
 
@@ -161,11 +190,12 @@ def _casts_blindly(local: Optimizer) -> bool:
 
 
 def _restore_dtypes(
-    local: Optimizer, saved: Mapping[Any, Any], dtypes: Sequence[torch.dtype]
+    local: Optimizer, part: Optimizer, saved: Mapping[Any, Any], dtypes: Sequence[torch.dtype]
 ) -> None:
+    own = {param for group in part.param_groups for param in group["params"]}
     params = [param for group in local.param_groups for param in group["params"]]
     for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
-        if number in saved:
+        if number in saved and param in own:
             # What was in step with a 16-bit parameter is to be in step with its master now.
             cast = dtype if param.dtype != dtype else None
             local.state[param] = _recast(local.state[param], saved[number], cast)
@@ -180,6 +210,9 @@ def _recast(loaded: Any, saved: Any, cast: torch.dtype | None) -> Any:
         return {key: _recast(loaded[key], item, cast) for key, item in saved.items()}
     if type(saved) in (list, tuple):
         return type(saved)(_recast(a, b, cast) for a, b in zip(loaded, saved, strict=True))
+    if isinstance(saved, deque):
+        pairs = zip(loaded, saved, strict=True)
+        return deque((_recast(a, b, cast) for a, b in pairs), saved.maxlen)
     # The base class takes a string for an iterable of characters, and loads something else.
     return saved
 

@@ -32,8 +32,9 @@ from shardstep.checkpoint.shelves import (
 )
 from shardstep.checkpoint.tree import leaves
 from shardstep.comm import SoloComm
+from shardstep.layouts import ELEMENT_WISE
+from shardstep.mixture import full_name
 from shardstep.plan import Box, Layout, ParamSpec, ShardPlan, boxes, contiguous
-from shardstep.probe import ELEMENT_WISE, kind_named
 
 
 def reshard(
@@ -82,7 +83,7 @@ def reshard(
 
 def default_layout(kind: str | None) -> Layout:
     """The layout that an optimizer of the class of this name is given if nobody asks for one."""
-    return "sliced" if kind in {kind_named(cls) for cls in ELEMENT_WISE} else "whole"
+    return "sliced" if kind in {full_name(cls) for cls in ELEMENT_WISE} else "whole"
 
 
 class _Cutting:
@@ -123,7 +124,10 @@ class _Cutting:
             for number, (names, options) in enumerate(saved.groups)
         ]
         loose = self._value("state", saved.loose)
-        return replace(saved, params=tuple(params), groups=tuple(groups), loose=loose)
+        beside = self._value("beside", saved.beside)
+        return replace(
+            saved, params=tuple(params), groups=tuple(groups), loose=loose, beside=beside
+        )
 
     def _param(self, index: int, param: SavedParam, pieces: list[tuple[int, Box]]) -> SavedParam:
         if param.state is None:

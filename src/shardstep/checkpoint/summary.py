@@ -21,6 +21,7 @@ from shardstep.checkpoint.folder import (
     left_overs,
     read_manifest,
 )
+from shardstep.checkpoint.mastered import master_of, own_entries
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.tree import Node, leaves, name_of, with_leaves
 
@@ -171,7 +172,12 @@ def _optimizer(checkpoint: Checkpoint, saved: SavedOptimizer) -> dict[str, Any]:
             for tree in (*(param.state for param in saved.params), saved.loose)
             if tree is not None
         ),
-        "without_state": [param.name for param in saved.params if param.state is None],
+        "without_state": [
+            param.name
+            for param in saved.params
+            if param.state is None or not own_entries(param.state.node)
+        ],
+        "with_master": sum(master_of(param.state) is not None for param in saved.params),
         "groups": [
             {
                 "parameters": len(names),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from shardstep.checkpoint.limits import MAX_DEPTH, is_counts, is_sizes
 
 Node = list[Any]
 """A value in JSON: `["value", x]`, `["dict", [[key, node], ...]]`, `["list", [node, ...]]`,
-`["tuple", [node, ...]]` or `["tensor", dtype, shape, stride, on_cpu, data or null]`."""
+`["tuple", [node, ...]]`, `["deque", [node, ...], maxlen]` or
+`["tensor", dtype, shape, stride, on_cpu, data or null]`."""
 
 INLINE_NBYTES = 64
 """Tensors up to this size travel in the text: step counters, not moments."""
@@ -115,19 +117,21 @@ def encode(value: Any, path: str = "", depth: int = 0) -> tuple[Node, list[torch
     if isinstance(value, Mapping):
         items, tensors = [], []
         for key, item in value.items():
-            if not isinstance(key, (str, int)):
+            if not isinstance(key, (str, int, float)):
                 raise TypeError(f"state {path!r} has a key of type {type(key).__name__}")
             node, found = encode(item, f"{path}.{key}" if path else str(key), depth + 1)
             items.append([key, node])
             tensors += found
         return ["dict", items], tensors
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, deque):
         nodes, tensors = [], []
         for position, item in enumerate(value):
             inner = f"{path}.{position}" if path else str(position)
             node, found = encode(item, inner, depth + 1)
             nodes.append(node)
             tensors += found
+        if isinstance(value, deque):
+            return ["deque", nodes, value.maxlen], tensors
         return [type(value).__name__, nodes], tensors
     raise TypeError(f"state {path!r} is a {type(value).__name__}, which cannot be sent or saved")
 
@@ -150,16 +154,18 @@ def decode(node: Node, leaf: Callable[[Leaf], torch.Tensor], path: str = "", dep
     if kind == "dict":
         found = {}
         for key, item in node[1]:
-            if not isinstance(key, (str, int)) or key in found:
+            if not isinstance(key, (str, int, float)) or key in found:
                 raise ValueError(f"{path!r} has a key twice, or one that is no key")
             found[key] = decode(item, leaf, f"{path}.{key}" if path else str(key), depth + 1)
         return found
-    if kind not in ("list", "tuple"):
+    if kind not in ("list", "tuple", "deque"):
         raise ValueError(f"{path!r} is described as a {kind!r}, which is nothing")
     items = [
         decode(item, leaf, f"{path}.{position}" if path else str(position), depth + 1)
         for position, item in enumerate(node[1])
     ]
+    if kind == "deque":
+        return deque(items, node[2])
     return items if kind == "list" else tuple(items)
 
 
@@ -202,8 +208,8 @@ def with_leaves(node: Node, leaf: Callable[[int, Node], Node]) -> Node:
             return leaf(number, node)
         if node[0] == "dict":
             return ["dict", [[key, walk(item)] for key, item in node[1]]]
-        if node[0] in ("list", "tuple"):
-            return [node[0], [walk(item) for item in node[1]]]
+        if node[0] in ("list", "tuple", "deque"):
+            return [node[0], [walk(item) for item in node[1]], *node[2:]]
         return node
 
     return walk(node)

@@ -3,9 +3,9 @@
 from shardstep.plan.box import Box, boxes, overlap
 from shardstep.plan.estimate import Share, share
 from shardstep.plan.interval import Interval
-from shardstep.plan.placement import ALIGNMENT, Bucket, Layout, Piece, Slot
+from shardstep.plan.placement import ALIGNMENT, Bucket, Piece, Slot
 from shardstep.plan.plan import ShardPlan
-from shardstep.plan.spec import ParamSpec, contiguous
+from shardstep.plan.spec import Layout, ParamSpec, contiguous
 from shardstep.plan.transfer import Copy, Holding, transfers
 
 __all__ = [

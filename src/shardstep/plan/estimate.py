@@ -16,20 +16,24 @@ class Share:
         numel: trainable elements it owns and updates.
         nbytes: bytes of those elements.
         gather_nbytes_sent: bytes it sends to have its segments gathered everywhere, once.
+        reduce_nbytes_sent: bytes it sends to have all gradients reduced to their owners, once.
     """
 
     group_rank: int
     numel: int
     nbytes: int
     gather_nbytes_sent: int
+    reduce_nbytes_sent: int
 
 
 def share(plan: ShardPlan, group_rank: int) -> Share:
     """What `group_rank` holds and sends under `plan`."""
-    numel = nbytes = sent = 0
+    numel = nbytes = gathered = reduced = 0
     for bucket in plan.training_buckets:
         own = sum(piece.param_interval.numel for piece in bucket.pieces(group_rank))
         numel += own
         nbytes += own * bucket.dtype.itemsize
-        sent += bucket.segment(group_rank).numel * bucket.dtype.itemsize * (plan.world_size - 1)
-    return Share(group_rank, numel, nbytes, sent)
+        segment = bucket.segment(group_rank).numel * bucket.dtype.itemsize
+        gathered += segment * (plan.world_size - 1)
+        reduced += bucket.nbytes - segment
+    return Share(group_rank, numel, nbytes, gathered, reduced)

@@ -1,13 +1,17 @@
 """Where each parameter lies: forming buckets, and placing them `sliced` or `whole`.
 
-Parameters of one dtype and device are laid into buckets in the order the optimizer was given
-them. A bucket is then cut into one segment per rank:
+Parameters of one dtype, device and layout are laid into buckets in the order the optimizer was
+given them. A bucket is then cut into one segment per rank:
 
 - `sliced` cuts it evenly, wherever the cuts fall. No rank holds more than the mean by as much as
   one alignment unit per bucket; the last ranks may hold less.
 - `whole` first deals every parameter to a rank, the largest first and each to the rank that has
   least, over all buckets together; a bucket then holds rank 0's parameters, rank 1's and so on,
-  and is cut between them. Segments differ in length and no room is lost to padding.
+  and is cut between them. Segments differ in length and no room is lost to padding. What a rank
+  has is the larger of two fractions: of the bytes, and of the cost of a step.
+
+Buckets come in the order of their first parameters, those of both layouts among each other: the
+gradients of a bucket are complete in backward when that of its first parameter is there.
 
 Frozen parameters are dealt the same way but into buckets of their own, which are never
 communicated and do not count in the balance: somebody has to keep the state they may have.
@@ -19,14 +23,11 @@ import bisect
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from shardstep.plan.interval import Interval
-from shardstep.plan.spec import ParamSpec
-
-Layout = Literal["sliced", "whole"]
+from shardstep.plan.spec import Layout, ParamSpec
 
 ALIGNMENT = 64
 """Parameters and cuts start at multiples of this many elements.
@@ -146,21 +147,18 @@ class _Draft:
     dtype: torch.dtype
     device: str
     frozen: bool
+    layout: Layout
     params: list[int]
     numel: int = 0
 
 
 def _form(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> list[_Draft]:
-    """Fill buckets in the order the parameters come, closing each once it has `bucket_bytes`.
-
-    A bucket takes the parameter that fills it even if that is a large one: small parameters
-    between large ones then never end up in a bucket, and so in a collective, of their own.
-    """
+    """Gather parameters into buckets in the order given, closing a bucket once it is full."""
     drafts: list[_Draft] = []
-    open_drafts: dict[tuple[torch.dtype, str, bool], _Draft] = {}
+    open_drafts: dict[tuple[torch.dtype, str, bool, Layout], _Draft] = {}
     floor = world_size * ALIGNMENT * MIN_SEGMENT_UNITS
     for index, spec in enumerate(specs):
-        key = (spec.dtype, spec.device, not spec.trainable)
+        key = (spec.dtype, spec.device, not spec.trainable, spec.layout)
         draft = open_drafts.get(key)
         if draft is None:
             draft = open_drafts[key] = _Draft(*key, params=[])
@@ -180,64 +178,94 @@ def _lay(specs: Sequence[ParamSpec], params: Sequence[int], start: int = 0) -> I
         start += aligned(specs[param].numel)
 
 
-def place_sliced(
-    specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int
-) -> tuple[Bucket, ...]:
-    """Buckets cut evenly, through parameters where the cut falls so."""
-    buckets = []
-    for index, draft in enumerate(_form(specs, world_size, bucket_bytes)):
-        segment_numel = aligned(-(-draft.numel // world_size))
-        buckets.append(
-            Bucket(
-                index,
-                draft.dtype,
-                draft.device,
-                tuple(_lay(specs, draft.params)),
-                range(0, segment_numel * world_size + 1, segment_numel),
-                draft.frozen,
-            )
-        )
-    return tuple(buckets)
-
-
-def place_whole(
-    specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int
-) -> tuple[Bucket, ...]:
-    """Buckets cut between parameters, never through one."""
+def place(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Lay the parameters into buckets and cut these, each parameter in its own layout."""
     owner = _deal(specs, world_size)
     buckets = []
     for index, draft in enumerate(_form(specs, world_size, bucket_bytes)):
-        held: list[list[int]] = [[] for _ in range(world_size)]
-        for param in draft.params:
-            held[owner[param]].append(param)
-        slots: list[Slot] = []
-        cuts = [0]
-        for params in held:
-            slots.extend(_lay(specs, params, cuts[-1]))
-            cuts.append(slots[-1].footprint.stop if params else cuts[-1])
-        buckets.append(
-            Bucket(index, draft.dtype, draft.device, tuple(slots), tuple(cuts), draft.frozen)
-        )
+        if draft.layout == "sliced":
+            slots, cuts = _cut_evenly(specs, draft, world_size)
+        else:
+            slots, cuts = _cut_between(specs, draft, world_size, owner)
+        buckets.append(Bucket(index, draft.dtype, draft.device, slots, cuts, draft.frozen))
     return tuple(buckets)
 
 
+def _cut_evenly(
+    specs: Sequence[ParamSpec], draft: _Draft, world_size: int
+) -> tuple[tuple[Slot, ...], Sequence[int]]:
+    """Cuts at equal distances, through parameters where they fall so."""
+    segment_numel = aligned(-(-draft.numel // world_size))
+    cuts = range(0, segment_numel * world_size + 1, segment_numel)
+    return tuple(_lay(specs, draft.params)), cuts
+
+
+def _cut_between(
+    specs: Sequence[ParamSpec], draft: _Draft, world_size: int, owner: dict[int, int]
+) -> tuple[tuple[Slot, ...], Sequence[int]]:
+    """Each rank's parameters side by side, and cuts between these."""
+    held: list[list[int]] = [[] for _ in range(world_size)]
+    for param in draft.params:
+        held[owner[param]].append(param)
+    slots: list[Slot] = []
+    cuts = [0]
+    for params in held:
+        slots.extend(_lay(specs, params, cuts[-1]))
+        cuts.append(slots[-1].footprint.stop if params else cuts[-1])
+    return tuple(slots), tuple(cuts)
+
+
 def _deal(specs: Sequence[ParamSpec], world_size: int) -> dict[int, int]:
-    """The rank of each parameter: the largest first, each to the rank that holds least so far.
+    """The rank of each parameter that is not cut.
+
+    The largest come first, each goes to the rank that has least with it. Large is what takes a
+    large fraction of all bytes or of the whole cost, whichever is larger, and so is what a rank
+    has. Then in bytes and in cost alike no rank has more than twice the mean and one parameter; and
+    no more than the mean and one parameter where the cost goes by the bytes.
 
     Trainable and frozen parameters are dealt as two separate hands, so that how much is frozen has
     no say in how the training work is balanced.
     """
     owner: dict[int, int] = {}
     for trainable in (True, False):
-        hand = [index for index, spec in enumerate(specs) if spec.trainable is trainable]
+        hand = [
+            index
+            for index, spec in enumerate(specs)
+            if spec.trainable is trainable and spec.layout == "whole"
+        ]
+        costs = {index: specs[index].cost or specs[index].nbytes for index in hand}
+        all_bytes = sum(specs[index].nbytes for index in hand)
+        all_cost = sum(costs.values())
+        # Fractions of the whole, over the common denominator `all_bytes * all_cost`.
+        weights = {
+            index: (specs[index].nbytes * all_cost, costs[index] * all_bytes) for index in hand
+        }
         # Ties go to the parameter that came first and to the lowest rank: every rank deals alike.
-        hand.sort(key=lambda index: (-specs[index].nbytes, index))
-        loads = [(0, group_rank) for group_rank in range(world_size)]
+        hand.sort(key=lambda index: (-max(weights[index]), -sum(weights[index]), index))
+        loads = [(0, group_rank, (0, 0)) for group_rank in range(world_size)]
         for index in hand:
-            load, group_rank = loads[0]
-            owner[index] = group_rank
-            heapq.heapreplace(loads, (load + specs[index].nbytes, group_rank))
+            owner[index] = _give(loads, weights[index])
     return owner
 
 
-PLACEMENTS = {"sliced": place_sliced, "whole": place_whole}
+def _give(loads: list[tuple[int, int, tuple[int, int]]], weight: tuple[int, int]) -> int:
+    """Add `weight` to the rank that has least with it; says which it is.
+
+    `loads` is a heap of (the larger of a rank's two fractions, rank, its two fractions).
+    """
+    best: tuple[int, int, int] | None = None
+    looked_at: list[tuple[int, int, tuple[int, int]]] = []
+    # Both fractions grow by the smaller weight at least: most ranks need not be looked at.
+    while loads and (best is None or loads[0][0] + min(weight) < best[0]):
+        looked_at.append(heapq.heappop(loads))
+        _, group_rank, load = looked_at[-1]
+        after = (load[0] + weight[0], load[1] + weight[1])
+        mine = (max(after), sum(after), group_rank)
+        best = mine if best is None else min(best, mine)
+    assert best is not None
+    for larger, group_rank, load in looked_at:
+        if group_rank == best[2]:
+            load = (load[0] + weight[0], load[1] + weight[1])
+            larger = max(load)
+        heapq.heappush(loads, (larger, group_rank, load))
+    return best[2]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import get_args
 
 from shardstep.plan.interval import Interval
-from shardstep.plan.placement import ALIGNMENT, PLACEMENTS, Bucket, Layout, Piece
-from shardstep.plan.spec import ParamSpec
+from shardstep.plan.placement import ALIGNMENT, Bucket, Piece, place
+from shardstep.plan.spec import Layout, ParamSpec
 
 MIN_BUCKET_BYTES = 2**20
 MAX_BUCKET_BYTES = 25 * 2**20
@@ -36,17 +37,22 @@ class ShardPlan:
     specs: tuple[ParamSpec, ...]
     buckets: tuple[Bucket, ...]
     world_size: int
-    layout: Layout
 
     @classmethod
     def make(
         cls,
         specs: Sequence[ParamSpec],
         world_size: int,
-        layout: Layout = "sliced",
+        layout: Layout | None = None,
         bucket_bytes: int | None = None,
     ) -> ShardPlan:
         """Place `specs` for `world_size` ranks.
+
+        Args:
+            specs: the parameters.
+            world_size: how many ranks there are.
+            layout: the layout of all of them; if None, each has the one that its spec says.
+            bucket_bytes: a bucket is closed once it holds this much; None for a usual size.
 
         Example:
             >>> plan = ShardPlan.make([ParamSpec.of("weight", (1000, 300))], world_size=4)
@@ -59,10 +65,12 @@ class ShardPlan:
             bucket_bytes = default_bucket_bytes(specs)
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes has to be positive, not {bucket_bytes}")
-        if layout not in PLACEMENTS:
-            raise ValueError(f"layout has to be one of {sorted(PLACEMENTS)}, not {layout!r}")
+        if layout is not None:
+            if layout not in get_args(Layout):
+                raise ValueError(f"layout has to be one of {[*get_args(Layout)]}, not {layout!r}")
+            specs = [replace(spec, layout=layout) for spec in specs]
         specs = tuple(specs)
-        return cls(specs, PLACEMENTS[layout](specs, world_size, bucket_bytes), world_size, layout)
+        return cls(specs, place(specs, world_size, bucket_bytes), world_size)
 
     def __post_init__(self) -> None:
         seen: set[int] = set()
@@ -88,7 +96,7 @@ class ShardPlan:
                 alike = (spec.dtype, spec.device) == (bucket.dtype, bucket.device)
                 _require(alike, f"{spec} lies in a {bucket.dtype} bucket on {bucket.device}")
                 _require(spec.trainable is not bucket.frozen, f"{spec} lies in the wrong bucket")
-                if self.layout == "whole":
+                if spec.layout == "whole":
                     owner = bisect_right(bucket.cuts, slot.bucket_offset) - 1
                     _require(end <= bucket.cuts[owner + 1], f"{spec} is cut in two")
         missing = [spec for index, spec in enumerate(self.specs) if index not in seen]
@@ -112,6 +120,12 @@ class ShardPlan:
         )
 
     @cached_property
+    def layout(self) -> str:
+        """The layout of the parameters, `"mixed"` if they have several."""
+        found = {spec.layout for spec in self.specs}
+        return found.pop() if len(found) == 1 else "mixed" if found else "sliced"
+
+    @cached_property
     def training_buckets(self) -> tuple[Bucket, ...]:
         """The buckets that are communicated."""
         return tuple(bucket for bucket in self.buckets if not bucket.frozen)
@@ -121,7 +135,7 @@ class ShardPlan:
         """A digest that is equal on two ranks exactly when their plans are."""
         digest = hashlib.sha256(f"{self.layout} over {self.world_size}\n".encode())
         for spec in self.specs:
-            digest.update(f"{spec} {spec.stride}\n".encode())
+            digest.update(f"{spec} {spec.stride} {spec.cost}\n".encode())
         for bucket in self.buckets:
             slots = [(slot.param, slot.bucket_offset) for slot in bucket.slots]
             cuts = bucket.cuts if bucket.even else tuple(bucket.cuts)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+Layout = Literal["sliced", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,9 @@ class ParamSpec:
             use different device indices for the same role, so the index itself cannot be compared.
         group: index of the parameter group it belongs to.
         trainable: whether it takes part in the balance and in communication.
+        layout: `"sliced"` if it may be cut anywhere, `"whole"` if it may not be cut.
+        cost: what a step on all of it costs, to balance by where it is not cut; in operations, say.
+            0 where nothing is known: its bytes are taken then.
     """
 
     name: str
@@ -31,6 +37,8 @@ class ParamSpec:
     device: str
     group: int
     trainable: bool = True
+    layout: Layout = "sliced"
+    cost: int = 0
 
     @property
     def numel(self) -> int:
@@ -44,6 +52,7 @@ class ParamSpec:
 
     def __str__(self) -> str:
         state = "" if self.trainable else ", frozen"
+        state += ", whole" if self.layout == "whole" else ""
         dtype = str(self.dtype).removeprefix("torch.")
         stride = "" if self.stride == contiguous(self.shape) else f", stride {self.stride}"
         return (

@@ -1,1 +1,1 @@
-"""What people read in a terminal: tables and progress. Needs the extra `shardstep[cli]`."""
+"""What people read: tables, progress and reports. All but `optimizer` needs `shardstep[cli]`."""

@@ -1,0 +1,226 @@
+"""Runs the classes of `pytorch-optimizer` sharded and unsharded, and writes what came of each.
+
+    pip install --no-deps pytorch_optimizer
+    python benchmarks/optimizer_table.py --out docs/optimizers.md
+
+Each class is tried (`layout="auto"`), trained for 14 steps at two ranks beside itself unsharded,
+its state consolidated and compared, and loaded into a fresh one that trains on for 6 steps. All is
+compared to the bit: a class is *exact* if everything is equal, *refused* if it says why it cannot
+be sharded, and *WRONG* otherwise, which makes this script fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import os
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+SHAPES = [(33, 41), (24, 17), (7,), (64, 9), (300,), (12, 12)]
+FIRST, THEN = range(14), range(14, 20)
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # What a class cannot do without: options, and options of its groups.
+    "AdaMuon": ({}, {"use_muon": True}),
+    "AdaGO": ({}, {"use_muon": True}),
+    "Muon": ({}, {"use_muon": True}),
+    "MuonClip": ({}, {"use_muon": True}),
+    "NorMuon": ({}, {"use_muon": True}),
+    "BSAM": ({"num_data": 100}, {}),
+    "Ranger21": ({"num_iterations": 100}, {}),
+}
+MATRICES = {"AdaMuon", "AdaGO", "Muon", "MuonClip", "NorMuon", "SpectralSphere"}
+WITHOUT = {
+    "AdaLOMO": "takes a model in place of parameters",
+    "AdamMini": "takes a model in place of parameters",
+    "DistributedMuon": "divides its work among ranks itself",
+    "LOMO": "takes a model in place of parameters",
+}
+
+
+def classes() -> list[Any]:
+    from pytorch_optimizer.optimizer import OPTIMIZERS
+
+    return sorted(set(OPTIMIZERS.values()), key=lambda cls: cls.__name__)
+
+
+def parameters(name: str) -> list[torch.nn.Parameter]:
+    source = torch.Generator().manual_seed(1)
+    shapes = [s for s in SHAPES if len(s) == 2 or name not in MATRICES]
+    return [torch.nn.Parameter(0.1 * torch.randn(s, generator=source)) for s in shapes]
+
+
+def train(opt: Any, params: list[torch.nn.Parameter], steps: range) -> None:
+    for step in steps:
+        source = torch.Generator().manual_seed(1000 + step)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=source)
+
+        def closure() -> torch.Tensor:
+            return torch.ones(())
+
+        try:
+            opt.step()
+        except (TypeError, AttributeError, RuntimeError, NotImplementedError):
+            if step != steps.start:
+                raise
+            opt.step(closure)
+
+
+def groups(params: list[torch.nn.Parameter], options: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"params": params[:3], **options}, {"params": params[3:], **options, "lr": 0.002}]
+
+
+def first_difference(one: Any, other: Any, path: str = "") -> str | None:
+    """Where two state dicts differ; None if they are equal to the bit."""
+    if isinstance(one, torch.Tensor):
+        if not isinstance(other, torch.Tensor) or one.shape != other.shape:
+            return path
+        a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+        return None if one.dtype == other.dtype and torch.equal(a, b) else path
+    if isinstance(one, dict):
+        if not isinstance(other, dict) or set(one) != set(other):
+            return f"{path} (keys)"
+        pairs = [(f"{path}.{key}", value, other[key]) for key, value in one.items()]
+    elif isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return path
+        pairs = [(f"{path}.{n}", *both) for n, both in enumerate(zip(one, other, strict=True))]
+    else:
+        return None if one == other or one != one else path
+    return next((found for p, a, b in pairs if (found := first_difference(a, b, p))), None)
+
+
+def judge(cls: Any) -> tuple[str, str, str]:
+    """Layout, outcome and remark, the same on every rank."""
+    from shardstep import ZeroRedundancyOptimizer
+
+    name = cls.__name__
+    if name in WITHOUT:
+        return "", "not tried", WITHOUT[name]
+    options, group_options = OPTIONS.get(name, ({}, {}))
+    params = parameters(name)
+    try:
+        opt = ZeroRedundancyOptimizer(groups(params, group_options), cls, **copy.deepcopy(options))
+    except Exception as error:
+        return "", "refused", " ".join(str(error).split())
+    layout = opt.plan.layout
+    plain = parameters(name)
+    unsharded = cls(groups(plain, group_options), **copy.deepcopy(options))
+    train(unsharded, plain, FIRST)
+    train(opt, params, FIRST)
+    if found := first_difference(list(plain), list(params)):
+        return layout, "WRONG", f"parameter{found} differs in training"
+    try:
+        opt.consolidate_state_dict(to=0)
+    except RuntimeError as error:
+        return layout, "exact, cannot be saved", " ".join(str(error).split())
+    # Every rank needs the full dict to load its share of it.
+    box = [opt.state_dict() if opt.rank == 0 else None]
+    dist.broadcast_object_list(box)
+    saved: Any = box[0]
+    if found := first_difference(unsharded.state_dict()["state"], saved["state"]):
+        return layout, "WRONG", f"state{found} differs once consolidated"
+    resumed = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    again = ZeroRedundancyOptimizer(groups(resumed, group_options), cls, **copy.deepcopy(options))
+    again.load_state_dict(saved)
+    # Not every class goes on unsharded as if it had not been saved: that is the measure here.
+    reloaded = [torch.nn.Parameter(p.detach().clone()) for p in plain]
+    reference = cls(groups(reloaded, group_options), **copy.deepcopy(options))
+    reference.load_state_dict(copy.deepcopy(unsharded.state_dict()))
+    train(reference, reloaded, THEN)
+    train(again, resumed, THEN)
+    if found := first_difference(list(reloaded), list(resumed)):
+        return layout, "WRONG", f"parameter{found} differs once loaded"
+    return layout, "exact", ""
+
+
+def rank_main(rank: int, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size
+    )
+    rows = []
+    for cls in classes():
+        start = time.perf_counter()
+        with contextlib.redirect_stdout(io.StringIO()):
+            try:
+                row = judge(cls)
+            except Exception as error:
+                # Raised on both ranks alike, by the class itself.
+                row = ("", "raised", f"{type(error).__name__}: {' '.join(str(error).split())}")
+        answers: list[Any] = [None] * world_size
+        dist.all_gather_object(answers, row)
+        if any(answer != answers[0] for answer in answers):
+            row = (row[0], "WRONG", f"ranks differ: {answers}")
+        rows.append((cls.__name__, *row))
+        if rank == 0:
+            print(f"{time.perf_counter() - start:6.1f} s  {rows[-1]}", flush=True)
+    if rank == 0:
+        torch.save(rows, os.path.join(folder, "rows"))
+    dist.destroy_process_group()
+
+
+PAGE = """# Optimizer classes
+
+What `layout="auto"` makes of the {total} classes of
+[pytorch-optimizer](https://pypi.org/project/pytorch-optimizer/) {version}, with torch {torch}, at
+{ranks} ranks: {counts}.
+
+This page is written by [benchmarks/optimizer_table.py](../benchmarks/optimizer_table.py), which
+says what is compared. *Exact* is to the bit: training, the consolidated state, and training on
+after loading it. *Refused* is an error on every rank at construction.
+
+| class | layout | outcome | remark |
+|---|---|---|---|
+"""
+
+
+def page(rows: list[tuple[str, str, str, str]], ranks: int) -> str:
+    from importlib.metadata import version
+
+    outcomes = [row[2] for row in rows]
+    counts = ", ".join(f"{outcomes.count(o)} {o}" for o in sorted(set(outcomes)))
+    head = PAGE.format(
+        total=len(rows),
+        version=version("pytorch_optimizer"),
+        torch=torch.__version__.split("+")[0],
+        ranks=ranks,
+        counts=counts,
+    )
+    lines = [
+        f"| {name} | {layout} | {outcome} | {remark.replace('|', '/')[:220]} |"
+        for name, layout, outcome, remark in rows
+    ]
+    return head + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (options.ranks, folder), nprocs=options.ranks)
+        rows = torch.load(os.path.join(folder, "rows"), weights_only=False)
+    text = page(rows, options.ranks)
+    if options.out is not None:
+        options.out.write_text(text)
+    wrong = [row for row in rows if row[2] == "WRONG"]
+    print(f"{len(rows)} classes, {len(wrong)} wrong: {[row[0] for row in wrong]}")
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

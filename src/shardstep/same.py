@@ -1,0 +1,95 @@
+"""Comparing what two optimizers have come to, down to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal form and equal bits."""
+    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+        return False
+    if not (is_plain(one) and is_plain(other)):
+        return type(one) is type(other) and same(_inner(one), _inner(other))
+    raw = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*raw)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but its elements in memory."""
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _inner(tensor: torch.Tensor) -> Any:
+    """The tensors that a tensor subclass, or a sparse tensor, is made of."""
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return tensor.to_dense()
+    names, context = flatten()
+    return [*(getattr(tensor, name) for name in names), context]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal structure, equal values, tensors with equal bits.
+
+    Objects without an equality of their own are taken for the same: each run makes its own.
+    """
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return same_bits(one, other)
+    if isinstance(one, Mapping):
+        # Keys that are tensors are other ones in each run.
+        names, others = (
+            [key for key in each if not isinstance(key, torch.Tensor)] for each in (one, other)
+        )
+        return names == others and all(same(one[name], other[name]) for name in names)
+    if is_sequence(one):
+        return len(one) == len(other) and all(map(same, one, other))
+    no_equality: Any = object.__eq__
+    return type(one).__eq__ is no_equality or bool(one == other) or one != one
+
+
+def fits(
+    whole: Any, pieces: Sequence[Any], shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]]
+) -> bool:
+    """Whether the state of a tensor's pieces is the state of the tensor, cut like the tensor.
+
+    What is not a value per element has to be the same for all, and something that can be compared.
+
+    Args:
+        whole: the state of the tensor.
+        pieces: the states of its pieces, in order.
+        shape: of the tensor.
+        shapes: of the pieces.
+    """
+    if not all(type(piece) is type(whole) for piece in pieces):
+        return False
+    if isinstance(whole, torch.Tensor):
+        cut = all(tuple(p.shape) == s for p, s in zip(pieces, shapes, strict=True))
+        if tuple(whole.shape) == shape and cut and is_plain(whole):
+            joined = torch.cat([piece.reshape(-1) for piece in pieces])
+            return same_bits(joined, whole.reshape(-1))
+        return all(same_bits(whole, piece) for piece in pieces)
+    if isinstance(whole, Mapping):
+        return all(list(piece) == list(whole) for piece in pieces) and all(
+            fits(value, [piece[key] for piece in pieces], shape, shapes)
+            for key, value in whole.items()
+        )
+    if is_sequence(whole):
+        return all(len(piece) == len(whole) for piece in pieces) and all(
+            fits(value, [piece[position] for piece in pieces], shape, shapes)
+            for position, value in enumerate(whole)
+        )
+    # An object may hold anything, and be put to use at any later step.
+    plain = whole is None or isinstance(whole, (bool, int, float, complex, str))
+    return plain and all(same(whole, piece) for piece in pieces)
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether it is a list, a tuple, a deque or the like; not text."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))

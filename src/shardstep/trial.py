@@ -1,0 +1,320 @@
+"""Runs an optimizer class on made-up parameters: which ones, with which options and gradients."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+from torch.optim import Optimizer
+
+from shardstep.mixture import extras
+from shardstep.plan import Interval
+
+Shapes = tuple[tuple[int, ...], ...]
+
+MATRICES: Shapes = ((33, 22), (24, 37))
+"""No lengths that are multiples of a vector register's."""
+
+OTHERS: Shapes = ((200,), (), (12, 10, 3, 3))
+"""Vectors, scalars and more dimensions than two."""
+
+LARGE: Shapes = ((128, 136), (131, 130))
+"""Beyond what classes are known to make a difference at: 128 rows or columns, 4,096 elements, a
+multiple of 256 of them."""
+
+SCALES = (1.0, 20.0, 0.05, 3.0, 0.3)
+"""Of the gradients of one tensor and of the next: a common norm shows what it is made of."""
+
+TURNS = (1.0, 0.2, 4.0)
+"""Of the gradients of one step and of the next: norms cross the bounds that they are clipped at."""
+
+SWITCHES = ("capturable", "fused", "foreach", "differentiable")
+"""Options that choose between ways to compute the same; not every device has all of them."""
+
+SMALL_LR = 1e-4
+USUAL_LR = 1e-3
+
+Closures = Literal["now and then", "never", "always"]
+
+Part = tuple[int, Interval]
+"""Some elements of one of the tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One way to run a class.
+
+    Attributes:
+        make: constructs the optimizer from groups.
+        group_options: what each group has beside its parameters.
+        shapes: of the parameters.
+        dtype, device: of the parameters.
+        sparse: whether gradients are sparse.
+        num_groups: in how many groups they are.
+        closures: when a closure is passed to `step`.
+        notes: what is particular about this way.
+    """
+
+    make: Callable[[list[dict[str, Any]]], Optimizer]
+    group_options: Mapping[str, Any]
+    shapes: Shapes
+    dtype: torch.dtype
+    device: torch.device
+    sparse: bool
+    num_groups: int
+    closures: Closures
+    notes: tuple[str, ...]
+
+
+class NotTried(Exception):
+    """The class did not run this way.
+
+    Attributes:
+        error: what it raised.
+        made: whether it was constructed, at least.
+    """
+
+    def __init__(self, error: Exception, made: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.made = made
+
+
+class SeveralEvaluations(Exception):
+    """The class evaluates a closure more than once in a step."""
+
+
+def trials(
+    optimizer_class: Callable[..., Optimizer],
+    defaults: Mapping[str, Any],
+    group_options: Mapping[str, Any],
+    dtype: torch.dtype,
+    devices: Sequence[torch.device],
+) -> Iterator[Trial]:
+    """The ways to run a class on matrices, the most telling first."""
+    on = [name for name in SWITCHES if defaults.get(name) or group_options.get(name)]
+    for dropped in ([], on) if on else ([],):
+        given = {key: value for key, value in defaults.items() if key not in dropped}
+        options = {key: value for key, value in group_options.items() if key not in dropped}
+        for device in devices:
+
+            def make(
+                groups: list[dict[str, Any]],
+                given: Mapping[str, Any] = given,
+                device: torch.device = device,
+            ) -> Optimizer:
+                return optimizer_class(groups, **_own(given, device))
+
+            for num_groups, sparse in ((2, False), (2, True), (1, False)):
+                notes = (
+                    *([f"tried without {', '.join(dropped)}"] if dropped else ()),
+                    *([f"tried on {device}"] if device.type != "cpu" else ()),
+                    *(["tried with sparse gradients"] if sparse else ()),
+                    *(["tried with one group"] if num_groups == 1 else ()),
+                )
+                for closures in get_args(Closures):
+                    yield Trial(
+                        make,
+                        options,
+                        MATRICES,
+                        dtype,
+                        device,
+                        sparse,
+                        num_groups,
+                        closures,
+                        notes,
+                    )
+
+
+def _own(options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The options, in memory of our own, with a learning rate that shows."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone().to(device)
+        if type(value) in (list, tuple):
+            return type(value)(own(item) for item in value)
+        return {key: own(item) for key, item in value.items()} if type(value) is dict else value
+
+    options = {name: own(value) for name, value in options.items()}
+    lr = options.get("lr")
+    # Zero is usual where a scheduler warms up; whatever lr multiplies would be hidden by it.
+    if isinstance(lr, (int, float)) and 0 <= lr < SMALL_LR:
+        options["lr"] = USUAL_LR
+    elif isinstance(lr, torch.Tensor) and lr.numel() == 1 and 0 <= float(lr) < SMALL_LR:
+        options["lr"] = torch.full_like(lr, USUAL_LR)
+    return options
+
+
+def entire(shapes: Shapes) -> list[Part]:
+    """All of each tensor."""
+    return [(number, Interval(0, torch.Size(s).numel())) for number, s in enumerate(shapes)]
+
+
+class Run:
+    """One optimizer on some parts of the tensors, step by step.
+
+    Args:
+        trial: how the class is run.
+        parts: what it is given; a group of which it is given nothing is there all the same.
+        seeded: whether random numbers start anew with every step, and draws are noticed.
+
+    Attributes:
+        opt: the optimizer.
+        params: its parameters, in the order of `parts`.
+
+    Raises:
+        NotTried: with what the class raised, here and in `advance`.
+    """
+
+    def __init__(self, trial: Trial, parts: Sequence[Part], seeded: bool) -> None:
+        self._trial = trial
+        self._seeded = seeded
+        self._parts = parts
+        self._taken = 0
+        self.params = [
+            torch.nn.Parameter(_part(start(trial, number), interval, trial.device).clone())
+            for number, interval in parts
+        ]
+        groups = [
+            {
+                **_own(trial.group_options, trial.device),
+                "params": [
+                    param
+                    for param, (tensor, _) in zip(self.params, parts, strict=True)
+                    if tensor % trial.num_groups == number
+                ],
+            }
+            for number in range(trial.num_groups)
+        ]
+        draws = _Draws(0, trial.device) if seeded else None
+        try:
+            self.opt = trial.make(groups)
+        except Exception as error:
+            raise NotTried(error, made=False) from error
+        self._drew_when_made = draws is not None and draws.happened()
+        if not isinstance(self.opt, Optimizer):
+            name = type(self.opt).__name__
+            wanted = "optimizer_class has to make a torch.optim.Optimizer, but it made a"
+            raise NotTried(ValueError(f"{wanted} {name}"), made=False)
+
+    def advance(self) -> bool:
+        """Take the next step.
+
+        Returns:
+            Whether random numbers were drawn, from a source that all optimizers share.
+
+        Raises:
+            SeveralEvaluations: if it evaluates its closure more than once.
+        """
+        number, self._taken = self._taken, self._taken + 1
+        evaluations = 0
+
+        def closure() -> torch.Tensor:
+            nonlocal evaluations
+            evaluations += 1
+            self._give_gradients(number)
+            return torch.full((), 1.0 / (1 + number), device=self._trial.device)
+
+        self._give_gradients(number)
+        draws = _Draws(number, self._trial.device) if self._seeded else None
+        now = {"always": True, "never": False, "now and then": number % 3 == 2}
+        try:
+            if now[self._trial.closures]:
+                self.opt.step(closure)  # type: ignore[arg-type]
+            else:
+                self.opt.step()
+        except Exception as error:
+            if evaluations <= 1:
+                raise NotTried(error, made=True) from error
+        if evaluations > 1:
+            raise SeveralEvaluations
+        return self._drew_when_made or (draws is not None and draws.happened())
+
+    def _give_gradients(self, step: int) -> None:
+        for param, (number, interval) in zip(self.params, self._parts, strict=True):
+            whole = gradient(self._trial.shapes, self._trial.dtype, number, step)
+            if whole is None:
+                param.grad = None
+                continue
+            grad = _part(whole, interval, self._trial.device)
+            param.grad = grad.to_sparse(1) if self._trial.sparse else grad.clone()
+
+    def state(self, position: int) -> Any:
+        """The state of one of its parameters; None if it has none."""
+        return self.opt.state.get(self.params[position])
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """What its groups keep beside the parameters."""
+        kept = {"params", "param_names"}
+        return [{k: v for k, v in g.items() if k not in kept} for g in self.opt.param_groups]
+
+    @property
+    def loose(self) -> dict[Any, Any]:
+        """State that belongs to no parameter."""
+        own = {k: v for k, v in self.opt.state.items() if not isinstance(k, torch.Tensor)}
+        return {**own, **extras(self.opt)}
+
+
+class _Draws:
+    """Starts all common sources of random numbers anew, and says whether they are drawn from.
+
+    Whoever draws, draws the same then, whatever others have drawn: the verdict has to be the same
+    in every process.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        self._numpy: Any = sys.modules.get("numpy")
+        if self._numpy:
+            self._numpy.random.seed(seed)
+        self._device: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        if self._device:
+            self._device.manual_seed(seed)
+        self._before = self._states()
+
+    def happened(self) -> bool:
+        """Whether there were any since this was made."""
+        pairs = zip(self._before, self._states(), strict=True)
+        return not all(
+            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs
+        )
+
+    def _states(self) -> list[Any]:
+        states = [torch.get_rng_state(), random.getstate()]
+        if self._numpy:
+            _, keys, position, *_ = self._numpy.random.get_state()
+            states += [keys.tobytes(), position]
+        return [*states, self._device.get_rng_state()] if self._device else states
+
+
+def start(trial: Trial, number: int) -> torch.Tensor:
+    """Where a tensor starts."""
+    return _draw(trial.shapes[number], trial.dtype, number, -1) * 0.1
+
+
+@cache
+def gradient(shapes: Shapes, dtype: torch.dtype, number: int, step: int) -> torch.Tensor | None:
+    """The gradient of a tensor at a step. The second tensor has none at the sixth."""
+    if (number, step) == (1, 5):
+        return None
+    scale = SCALES[number % len(SCALES)] * TURNS[step % len(TURNS)]
+    return _draw(shapes[number], dtype, number, step) * scale
+
+
+def _draw(shape: tuple[int, ...], dtype: torch.dtype, number: int, step: int) -> torch.Tensor:
+    source = torch.Generator().manual_seed(1000 * (step + 1) + number)
+    return torch.randn(shape, generator=source, device="cpu").to(dtype)
+
+
+def _part(tensor: torch.Tensor, interval: Interval, device: torch.device) -> torch.Tensor:
+    # As a rank would have it: whole where it has all of it, else flat.
+    entirely = interval.numel == tensor.numel()
+    return (tensor if entirely else tensor.reshape(-1)[interval.slice]).to(device)

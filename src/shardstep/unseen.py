@@ -1,0 +1,134 @@
+"""Runs somebody's optimizer class on the side, so that nothing shows of it afterwards.
+
+Random states, warnings, log lines, printed text, the user's hooks on all optimizers and what the
+class keeps on itself are as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+_OWN = frozenset({object, Optimizer})
+
+
+@contextlib.contextmanager
+def unseen(optimizer_class: Any, device: torch.device) -> Iterator[None]:
+    """While this lasts, what is done with `optimizer_class` leaves no trace.
+
+    Args:
+        optimizer_class: a class, or a `functools.partial` of one; of what another callable makes
+            the class cannot be known beforehand, and what it keeps on itself is not put back.
+        device: the device that is used, whose random state is put back too.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_random_states(device))
+        stack.enter_context(_class_attributes(optimizer_class))
+        for hooks in (
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+        ):
+            stack.enter_context(_emptied(hooks))
+        stack.enter_context(_silence())
+        # The caller may be anywhere: under no_grad, under a default device, in a compiled step.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if torch.get_default_device() != device:  # it slows down whatever is done within
+            stack.enter_context(torch.device(device))
+        # A step that is compiled for our few elements would cost seconds and be of no use again.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextlib.contextmanager
+def _random_states(device: torch.device) -> Iterator[None]:
+    devices = [device] if device.type != "cpu" else []
+    python = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    legacy = numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(legacy)
+
+
+@contextlib.contextmanager
+def _emptied(mapping: MutableMapping[Any, Any]) -> Iterator[None]:
+    kept = list(mapping.items())
+    mapping.clear()
+    try:
+        yield
+    finally:
+        mapping.clear()
+        mapping.update(kept)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    disabled, always = logging.root.manager.disable, torch.is_warn_always_enabled()
+    try:
+        # Warnings that torch gives once per process are not used up while they are always given.
+        torch.set_warn_always(True)
+        logging.disable(logging.CRITICAL)
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        torch.set_warn_always(always)
+
+
+@contextlib.contextmanager
+def _class_attributes(optimizer_class: Any) -> Iterator[None]:
+    """Puts back what the class and its bases have as attributes, and what is in lists, dicts and
+    sets among these: counters and registers of instances."""
+    while isinstance(optimizer_class, functools.partial):
+        optimizer_class = optimizer_class.func
+    bases = optimizer_class.__mro__ if isinstance(optimizer_class, type) else ()
+    kept = [(base, _contents(base)) for base in bases if base not in _OWN]
+    try:
+        yield
+    finally:
+        for base, before in kept:
+            for name in [name for name in vars(base) if name not in before]:
+                _try(delattr, base, name)
+            for name, (value, inside) in before.items():
+                if vars(base).get(name) is not value:
+                    _try(setattr, base, name, value)
+                if type(value) is list:
+                    value[:] = inside
+                elif type(value) in (dict, set):
+                    value.clear()
+                    value.update(inside)
+
+
+def _contents(base: type) -> dict[str, tuple[Any, Any]]:
+    return {
+        name: (value, value.copy() if type(value) in (list, dict, set) else None)
+        for name, value in vars(base).items()
+        if name not in ("__dict__", "__weakref__", "__doc__")
+    }
+
+
+def _try(change: Callable[..., None], *args: Any) -> None:
+    # What the interpreter keeps on a class for itself cannot be written to, and need not be.
+    with contextlib.suppress(AttributeError, TypeError):
+        change(*args)

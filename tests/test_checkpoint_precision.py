@@ -1,0 +1,164 @@
+"""Checkpoints across precision policies: masters are kept where they can be, made where not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn, optim
+
+from problems import differing
+from ranks import run_ranks
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer
+from shardstep import checkpoint as ckpt
+
+MASTERS = MixedPrecision()
+STOCHASTIC = MixedPrecision(master_dtype=None, stochastic_rounding=True, seed=3)
+
+
+def net(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 70), nn.Linear(70, 8), nn.LayerNorm(8)).to(dtype)
+
+
+def make(
+    dtype: torch.dtype, precision: MixedPrecision | None, layout: str = "sliced"
+) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    model = net(dtype)
+    return model, ZeroRedundancyOptimizer(
+        model.named_parameters(),
+        optim.AdamW,
+        lr=1e-3,
+        precision=precision,
+        layout=layout,
+        bucket_bytes=1,
+    )
+
+
+def steps(model: nn.Module, opt: Any, numbers: range) -> None:
+    for step in numbers:
+        generator = torch.Generator().manual_seed(step)
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        opt.step()
+        opt.zero_grad()
+
+
+def masters(model: nn.Module, opt: ZeroRedundancyOptimizer) -> list[Any]:
+    return [opt.full_master(name) for name, _ in model.named_parameters()]
+
+
+def write(root: Path) -> None:
+    for name, precision in (("masters", MASTERS), ("stochastic", STOCHASTIC)):
+        model, opt = make(torch.bfloat16, precision)
+        steps(model, opt, range(4))
+        ckpt.save(root / name, opt, model)
+        dcp.save({"model": model, "optim": opt}, checkpoint_id=root / f"dcp-{name}")
+    model, opt = make(torch.float32, None)
+    steps(model, opt, range(4))
+    ckpt.save(root / "fp32", opt, model)
+
+
+def go_on(root: Path, layout: str) -> list[str]:
+    """The same policy: as if never interrupted."""
+    failures = []
+    for name, precision in (("masters", MASTERS), ("stochastic", STOCHASTIC)):
+        expected, reference = make(torch.bfloat16, precision, layout)
+        steps(expected, reference, range(8))
+        for kind in ("native", "dcp"):
+            model, opt = make(torch.bfloat16, precision, layout)
+            for param in model.parameters():
+                param.detach().zero_()
+            if kind == "native":
+                ckpt.load(root / name, opt, model)
+            else:
+                dcp.load({"model": model, "optim": opt}, checkpoint_id=root / f"dcp-{name}")
+            steps(model, opt, range(4, 8))
+            wrong = differing(list(expected.parameters()), list(model.parameters()))
+            if precision.master_dtype is not None:
+                wrong += differing(masters(expected, reference), masters(model, opt))
+            if wrong:
+                failures.append(f"{name}, {kind}, {opt.world_size}, {layout}: {wrong}")
+    return failures
+
+
+def cross(root: Path) -> list[str]:
+    failures = []
+    # From masters to a model that can hold them.
+    source, holder = make(torch.bfloat16, MASTERS)
+    ckpt.load(root / "masters", holder, source)
+    wide, opt = make(torch.float32, None)
+    ckpt.load(root / "masters", opt, wide)
+    if differing(masters(source, holder), list(wide.parameters())):
+        failures.append("an fp32 model did not take the masters")
+    alone = net(torch.float32)
+    ckpt.load(root / "masters", model=alone)
+    if differing(masters(source, holder), list(alone.parameters())):
+        failures.append("an fp32 model without an optimizer did not take the masters")
+    # From an fp32 model to masters.
+    expected, _ = make(torch.float32, None)
+    ckpt.load(root / "fp32", model=expected)
+    narrow, opt = make(torch.bfloat16, MASTERS)
+    ckpt.load(root / "fp32", opt, narrow)
+    if differing(list(expected.parameters()), masters(narrow, opt)):
+        failures.append("masters were not made of the fp32 weights")
+    steps(narrow, opt, range(4, 5))
+    # To 16 bits without masters: the parameters as the model saw them.
+    bare, opt = make(torch.bfloat16, MixedPrecision(master_dtype=None))
+    ckpt.load(root / "masters", opt, bare)
+    if differing(list(source.parameters()), list(bare.parameters())):
+        failures.append("without masters the parameters differ")
+    if any(
+        key != "step" and v.dtype != torch.bfloat16
+        for s in opt.optim.state.values()
+        for key, v in s.items()
+    ):
+        failures.append("without masters the state is not in the parameters' dtype")
+    return failures
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("precision")
+    run_ranks(write, 2, root)
+    return root
+
+
+@pytest.mark.parametrize("layout", ["sliced", "whole"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_training_goes_on_with_the_same_policy(written: Path, world_size: int, layout: str) -> None:
+    for failures in run_ranks(go_on, world_size, written, layout):
+        assert not failures
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_policies_may_differ(written: Path, world_size: int) -> None:
+    for failures in run_ranks(cross, world_size, written):
+        assert not failures
+
+
+def test_masters_are_beside_the_state_in_plain_dicts(written: Path, tmp_path: Path) -> None:
+    plain = ckpt.state_dict(written / "masters")
+    assert set(plain["masters"]) == set(range(6))
+    assert all(set(s) == {"step", "exp_avg", "exp_avg_sq"} for s in plain["state"].values())
+    model, opt = make(torch.bfloat16, MASTERS)
+    model.load_state_dict(ckpt.weights(written / "masters"))
+    opt.load_state_dict(plain)
+    assert not differing(list(plain["masters"].values()), masters(model, opt))
+    names = [name for name, _ in model.named_parameters()]
+    ckpt.import_state_dict(
+        tmp_path / "again",
+        optimizer=plain,
+        model=model.state_dict(),
+        names=names,
+        optimizer_class="AdamW",
+    )
+    again, loaded = make(torch.bfloat16, MASTERS)
+    ckpt.load(tmp_path / "again", loaded, again)
+    assert not differing(masters(model, opt), masters(again, loaded))
+    ckpt.reshard(written / "masters", tmp_path / "cut", ranks=3, layout="whole")
+    ckpt.load(tmp_path / "cut", loaded, again)
+    assert not differing(masters(model, opt), masters(again, loaded))

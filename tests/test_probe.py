@@ -1,0 +1,489 @@
+"""What a class looks at is found by trying it, is right, and leaves no trace."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import optim
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import shardstep.layouts
+from problems import ELEMENT_WISE, Case
+from shardstep.layouts import ELEMENT_WISE as KNOWN
+from shardstep.layouts import choose, verdict_on
+from shardstep.probe import probe
+
+
+class Simple(Optimizer):
+    """SGD, for others to differ from."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        self.before()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, group)
+        return loss
+
+    def before(self) -> None:
+        pass
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        p.sub_(grad, alpha=float(group["lr"]))
+
+    @property
+    def grads(self) -> list[torch.Tensor]:
+        return [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+
+
+class Momentum(Simple):
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        state = self.state[p]
+        state["moment"] = state.get("moment", torch.zeros_like(p)) * 0.9 + grad
+        state["step"] = state.get("step", 0) + 1
+        p.sub_(state["moment"], alpha=group["lr"])
+
+
+class TrustRatio(Simple):
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        p.sub_(grad, alpha=float(group["lr"] * p.norm() / (grad.norm() + 1e-8)))
+
+
+class DecaysMatricesOnly(Simple):
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if p.dim() > 1:
+            p.mul_(0.9)
+        p.sub_(grad, alpha=group["lr"])
+
+
+class SmallInOtherWays(Simple):
+    """Large tensors by their mean, small ones by element."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        p.sub_(grad.mean() if p.numel() >= 4096 else grad, alpha=group["lr"])
+
+
+class InBlocks(Simple):
+    """By blocks of 256 elements where these fit, as 8-bit states are kept."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if p.numel() >= 4096 and p.numel() % 256 == 0:
+            grad = grad / grad.reshape(-1, 256).abs().amax(1).repeat_interleave(256).view_as(grad)
+        p.sub_(grad, alpha=group["lr"])
+
+
+class LateTurn(Simple):
+    """By element in the first thirty steps, by its norm from then on."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        step = self.state[p]["step"] = self.state[p].get("step", 0) + 1
+        p.sub_(grad / grad.norm() if step > 30 else grad, alpha=group["lr"])
+
+
+class Hoarder(Simple):
+    """Keeps who knows what for who knows when."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        self.state[p]["later"] = object()
+        super().update(p, grad, group)
+
+
+class GlobalClip(Simple):
+    """The norm of all gradients counts only when it is large."""
+
+    def before(self) -> None:
+        torch._foreach_mul_(
+            self.grads, float(min(1.0, 100 / torch.nn.utils.get_total_norm(self.grads)))
+        )
+
+
+class GroupNorm(Simple):
+    """The norm of a group's gradients, and the same step size for all of the group."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        grads = [q.grad for q in group["params"] if q.grad is not None]
+        p.sub_(grad / torch.nn.utils.get_total_norm(grads), alpha=group["lr"])
+
+
+class Distance(Simple):
+    """Learns its step size from all parameters, slowly, and keeps it in the groups."""
+
+    def before(self) -> None:
+        for group in self.param_groups:
+            group["d"] = group.get("d", 1e-6) + 1e-12 * float(
+                sum(g.abs().sum() for g in self.grads)
+            )
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        p.sub_(grad, alpha=group["d"])
+
+
+class CountsByParameter(Simple):
+    """A group without parameters does not count its steps."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        group["steps"] = group.get("steps", 0) + 1
+        super().update(p, grad, group)
+
+
+class Noisy(Simple):
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        p.sub_(grad + torch.randn_like(grad), alpha=group["lr"])
+
+
+class NoisyTrust(TrustRatio):
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        super().update(p, grad.add_(torch.rand_like(grad)), group)
+
+
+class NoisyCoupled(GlobalClip):
+    def before(self) -> None:
+        super().before()
+        random.random()
+
+
+class RoundsRandomly(Simple):
+    """Only where the parameters are short of bits."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if p.dtype is torch.bfloat16:
+            grad = grad + torch.rand_like(grad)
+        p.sub_(grad, alpha=group["lr"])
+
+
+class NeedsClosure(Simple):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        return super().step()
+
+
+class ByLoss(Simple):
+    """Takes its step size from the loss, if it is given one: the same for all parameters."""
+
+    loss = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.loss = float(closure()) if closure is not None else 1.0
+        return super().step()
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        p.sub_(grad, alpha=group["lr"] * self.loss)
+
+
+class EvaluatesTwice(Simple):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        closure()
+        return super().step(closure)
+
+
+class TwoPhases(Simple):
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError("call first_step() and second_step()")
+
+
+class MatricesOnly(Simple):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        if any(p.dim() != 2 for group in self.param_groups for p in group["params"]):
+            raise ValueError("matrices only")
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        p.sub_(grad / grad.norm(), alpha=group["lr"])
+
+
+class GroupDecides(Simple):
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        p.sub_(grad / grad.norm() if group["normalise"] else grad, alpha=group["lr"])
+
+
+class Loose(Simple):
+    def before(self) -> None:
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index]
+
+
+EXPECTED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
+    (Simple, {}, "element-wise"),
+    (Momentum, {}, "element-wise"),
+    (Momentum, {"lr": torch.tensor(0.1)}, "element-wise"),
+    (NeedsClosure, {}, "element-wise"),
+    (ByLoss, {}, "element-wise"),
+    (Loose, {}, "element-wise"),
+    (TrustRatio, {}, "per tensor"),
+    (TrustRatio, {"lr": 0.0}, "per tensor"),
+    (TrustRatio, {"lr": torch.tensor(0.0)}, "per tensor"),
+    (DecaysMatricesOnly, {}, "per tensor"),
+    (SmallInOtherWays, {}, "per tensor"),
+    (InBlocks, {}, "per tensor"),
+    (LateTurn, {}, "per tensor"),
+    (Hoarder, {}, "per tensor"),
+    (MatricesOnly, {}, "per tensor"),
+    (GroupDecides, {"normalise": True}, "per tensor"),
+    (GroupDecides, {"normalise": False}, "element-wise"),
+    (optim.Adafactor, {}, "per tensor"),
+    (optim.Muon, {}, "per tensor"),
+    (optim.SparseAdam, {}, "per tensor"),
+    (GlobalClip, {}, "coupled"),
+    (GroupNorm, {}, "coupled"),
+    (Distance, {}, "coupled"),
+    (CountsByParameter, {}, "coupled"),
+    (EvaluatesTwice, {}, "coupled"),
+    (optim.LBFGS, {}, "coupled"),
+    (optim.LBFGS, {"max_iter": 1}, "coupled"),
+    (Noisy, {}, "element-wise and random"),
+    (NoisyTrust, {}, "per tensor and random"),
+    (NoisyCoupled, {}, "coupled and random"),
+    (TwoPhases, {}, "untried"),
+    (Simple, {"lr": "fast"}, "untried"),
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "kind"), EXPECTED, ids=[str(Case(c, o)) for c, o, _ in EXPECTED]
+)
+def test_a_class_is_seen_through(cls: Any, options: dict[str, Any], kind: str) -> None:
+    assert str(probe(cls, options, {})).startswith(f"{kind}: ")
+    made = functools.partial(cls, **options)
+    assert probe(made, {}, {}).kind == probe(cls, options, {}).kind
+
+
+def test_options_of_the_group_count() -> None:
+    assert probe(GroupDecides, {}, {"normalise": True}).kind == "per tensor"
+    assert probe(GroupDecides, {}, {"normalise": False}).kind == "element-wise"
+
+
+def test_the_dtype_of_the_parameters_counts() -> None:
+    assert not probe(RoundsRandomly, {}, {}, torch.float32).random
+    assert probe(RoundsRandomly, {}, {}, torch.bfloat16).random
+    assert probe(optim.AdamW, {}, {}, torch.complex64).kind == "element-wise"
+    assert probe(optim.AdamW, {}, {}, torch.int8).kind == "element-wise"
+
+
+@pytest.mark.parametrize("case", ELEMENT_WISE, ids=str)
+def test_trying_agrees_with_what_is_known(case: Case) -> None:
+    assert case.optimizer_class in KNOWN
+    assert probe(case.optimizer_class, case.options, {}).kind == "element-wise"
+
+
+def test_options_that_only_other_devices_have_are_left_out() -> None:
+    verdict = probe(optim.Adam, {"capturable": True}, {})
+    assert verdict.kind == "element-wise"
+    assert "tried without capturable" in verdict.why
+
+
+# ------------------------------------------------------------------------------------ no trace
+
+
+class Leaves(Simple):
+    """Leaves traces wherever it can."""
+
+    made = 0
+    names: list[str] = []  # noqa: RUF012 - on purpose
+    seen: dict[str, int] = {}  # noqa: RUF012
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        Leaves.made += 1
+        Leaves.names.append("one more")
+        Leaves.seen["times"] = Leaves.made
+        Leaves.added = True  # type: ignore[attr-defined]
+        warnings.warn("constructed", stacklevel=1)
+        logging.getLogger("traces").error("constructed")
+        print("constructed")
+
+    def before(self) -> None:
+        random.random()
+        np.random.rand()  # noqa: NPY002 - on purpose
+        torch.rand(3)
+
+
+def test_nothing_is_left_behind(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[Any] = []
+    hook = register_optimizer_step_pre_hook(lambda *args: calls.append(args))
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+    own = dict(vars(Leaves))
+    with warnings.catch_warnings(record=True) as warned, torch.no_grad():
+        warnings.simplefilter("always")
+        assert probe(Leaves, {}, {}).random
+        assert not torch.is_grad_enabled()
+    hook.remove()
+    after = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert (calls, warned, caplog.records, tuple(capfd.readouterr())) == ([], [], [], ("", ""))
+    assert dict(vars(Leaves)) == own
+    assert (Leaves.made, Leaves.names, Leaves.seen) == (0, [], {})
+    assert not torch.is_warn_always_enabled()
+
+
+def test_a_tensor_given_as_an_option_is_not_written_to() -> None:
+    class Halves(Simple):
+        def before(self) -> None:
+            for group in self.param_groups:
+                group["lr"] *= 0.5
+
+    lr = torch.tensor(0.1)
+    assert probe(Halves, {"lr": lr}, {"betas": [lr]}).kind == "element-wise"
+    assert lr.item() == torch.tensor(0.1).item()
+
+
+def test_it_runs_wherever_the_caller_is() -> None:
+    with torch.inference_mode():
+        assert probe(Momentum, {}, {}).kind == "element-wise"
+    with torch.device("meta"):
+        assert probe(Momentum, {}, {}).kind == "element-wise"
+
+
+def test_a_verdict_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def counting(*args: Any) -> Any:
+        asked.append(args)
+        return probe(*args)
+
+    class Fresh(Momentum):
+        pass
+
+    monkeypatch.setattr(shardstep.layouts, "probe", counting)
+    for lr in (0.1, 0.1, torch.tensor(0.1), torch.tensor(0.1), 0.2):
+        verdict_on(Fresh, {"lr": lr}, {"nested": {"a": [1, 2.0]}})
+    verdict_on(Fresh, {"lr": 0.2}, {"nested": {"a": [True, 2.0]}})
+    assert len(asked) == 4
+
+
+# --------------------------------------------------------------------------------- what is chosen
+
+
+def chosen(layout: str, cls: Any, world_size: int = 2, **options: Any) -> Any:
+    params = [torch.nn.Parameter(torch.zeros(3, 3))]
+    return choose(layout, cls, options, {}, params, world_size)
+
+
+class SaysWhole(Simple):
+    shardstep_layout = "whole"
+
+
+class SaysSliced(TrustRatio):
+    shardstep_layout = "sliced"
+
+
+class SaysNonsense(Simple):
+    shardstep_layout = "diagonal"
+
+
+@pytest.mark.parametrize(
+    ("layout", "cls", "expected"),
+    [
+        ("auto", optim.AdamW, "sliced"),
+        ("whole", optim.AdamW, "whole"),
+        ("auto", Momentum, "sliced"),
+        ("sliced", Momentum, "sliced"),
+        ("whole", Momentum, "whole"),
+        ("auto", TrustRatio, "whole"),
+        ("whole", TrustRatio, "whole"),
+        ("auto", SaysWhole, "whole"),
+        ("auto", SaysSliced, "sliced"),
+        ("whole", SaysSliced, "whole"),
+        ("sliced", Noisy, "sliced"),
+        ("whole", NoisyTrust, "whole"),
+        ("whole", TwoPhases, "whole"),
+        ("sliced", TwoPhases, "sliced"),
+    ],
+)
+def test_the_layout_is_the_one_asked_for_or_the_one_needed(
+    layout: str, cls: Any, expected: str
+) -> None:
+    assert chosen(layout, cls).layout == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "cls", "message"),
+    [
+        ("sliced", TrustRatio, "TrustRatio looks at whole tensors.*layout='whole'"),
+        ("sliced", NoisyTrust, "NoisyTrust looks at whole tensors"),
+        ("sliced", SaysWhole, "SaysWhole declares it to need 'whole'"),
+        ("auto", SaysNonsense, "shardstep_layout has to be 'sliced' or 'whole', not 'diagonal'"),
+        ("auto", GlobalClip, "GlobalClip couples all parameters.*unsharded"),
+        ("whole", GlobalClip, "GlobalClip couples all parameters"),
+        ("whole", NoisyCoupled, "NoisyCoupled couples all parameters"),
+        ("auto", optim.LBFGS, "LBFGS couples all parameters.*closure more than once.*unsharded"),
+        ("auto", Noisy, "Noisy draws random numbers.*layout='sliced'.*seed each rank"),
+        ("auto", NoisyTrust, "NoisyTrust draws random numbers.*layout='whole'"),
+        ("auto", TwoPhases, "TwoPhases could not be tried.*first_step.*layout='whole'"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused(layout: str, cls: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen(layout, cls)
+
+
+def test_what_the_class_says_of_its_options_reaches_the_user() -> None:
+    with pytest.raises(TypeError, match="wings"):
+        chosen("auto", optim.Muon, wings=2)
+
+
+@pytest.mark.parametrize("cls", [GlobalClip, TwoPhases, Noisy, optim.LBFGS])
+def test_one_rank_takes_any_class_and_tries_none(
+    cls: Callable[..., Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shardstep.layouts, "probe", None)
+    assert chosen("auto", cls, world_size=1).layout == "whole"
+
+
+class CountsItself(Simple):
+    """Has a counter of its own in its state dict."""
+
+    count = 0
+
+    def before(self) -> None:
+        self.count += 1
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "count": self.count}
+
+
+class CountsItsParameters(CountsItself):
+    def before(self) -> None:
+        self.count += len(self.grads)
+
+
+def test_what_a_class_adds_to_its_state_dict_has_to_be_the_same_everywhere() -> None:
+    assert probe(CountsItself, {}, {}).kind == "element-wise"
+    assert probe(CountsItsParameters, {}, {}).kind == "coupled"
+
+
+class DrawsFromPython(Simple):
+    """One draw for all parameters, from python's own source."""
+
+    def before(self) -> None:
+        self.scale = random.random()
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        p.sub_(grad / grad.norm(), alpha=self.scale)
+
+
+def test_the_verdict_does_not_depend_on_the_random_state_of_the_process() -> None:
+    verdicts = []
+    for seed in range(3):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        verdicts.append([probe(cls, {}, {}) for cls in (DrawsFromPython, Noisy, NoisyTrust)])
+    assert verdicts[0] == verdicts[1] == verdicts[2]
+    assert str(verdicts[0][0]).startswith("per tensor and random")
