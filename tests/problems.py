@@ -216,8 +216,10 @@ def same_bits(expected: torch.Tensor, got: torch.Tensor) -> bool:
     """Equal form and equal bytes: stricter than `torch.equal`, which takes -0.0 for 0.0."""
     if (expected.shape, expected.dtype) != (got.shape, got.dtype):
         return False
+    # A single element counts as contiguous whatever its stride, and has no view as bytes then.
     expected, got = (
-        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in (expected, got)
+        tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        for tensor in (expected, got)
     )
     return torch.equal(expected, got)
 

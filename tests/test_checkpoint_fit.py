@@ -418,6 +418,7 @@ class Picky(optim.Optimizer):
                         "flag": True,
                         "inf": float("inf"),
                     }
+                    param.data.mul_(0.9)
         self.state["loose"] = {"count": 3, "history": [torch.arange(40.0), torch.ones(2)]}  # type: ignore[index]
 
 
@@ -490,6 +491,7 @@ class Strange(nn.Module):
             value = raw.view(dtype).squeeze(-1) if dtype is not torch.bool else raw[..., 0].bool()
             self.register_buffer(f"of {dtype}".replace(".", " "), value)
         self.register_buffer("gaps", torch.randn(12, 8, generator=random)[::2, ::3])
+        self.register_buffer("lonely", torch.randn(4, 2, generator=random)[::4, ::2])
         self.register_buffer("unsaved", torch.zeros(3), persistent=False)
         wave = torch.randn(4, dtype=torch.complex64, generator=random)
         self.register_buffer("conj", wave.conj())

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from shardstep.buffers import flat
+
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal form and equal bits."""
@@ -14,7 +16,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if not (is_plain(one) and is_plain(other)):
         return type(one) is type(other) and same(_inner(one), _inner(other))
-    raw = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    # As it lies: a single element counts as contiguous whatever its stride, and has no bytes then.
+    raw = [flat(tensor.contiguous()).view(torch.uint8) for tensor in (one, other)]
     return torch.equal(*raw)
 
 

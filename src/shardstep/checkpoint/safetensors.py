@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from shardstep.buffers import flat
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.limits import is_counts, is_sizes
 from shardstep.plan import Box, Interval, boxes, contiguous
@@ -234,9 +235,9 @@ def _chunks(tensor: Source) -> Iterator[torch.Tensor]:
         yield from _stretches(tensor)
         return
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    flat = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.view(-1)
-    for start in range(0, flat.nbytes, CHUNK_NBYTES):
-        yield flat[start : start + CHUNK_NBYTES].cpu()
+    raw = flat(tensor.contiguous()).view(torch.uint8)
+    for start in range(0, raw.nbytes, CHUNK_NBYTES):
+        yield raw[start : start + CHUNK_NBYTES].cpu()
 
 
 def _stretches(source: Streamed) -> Iterator[torch.Tensor]:
