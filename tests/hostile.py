@@ -51,13 +51,17 @@ def build(seed: int, steps: int) -> tuple[Net, ZeroRedundancyOptimizer]:
     torch.manual_seed(seed)
     net = Net()
     opt = ZeroRedundancyOptimizer(net.named_parameters(), optim.AdamW, lr=0.01 * seed)
+    take_steps(net, opt, steps)
+    return net, opt
+
+
+def take_steps(net: Net, opt: ZeroRedundancyOptimizer, steps: int) -> None:
     for _ in range(steps):
         for param in net.parameters():
             param.grad = torch.randn_like(param)
         opt.step()
         net.counting.count += 1
         net.norm.running_mean.add_(1)
-    return net, opt
 
 
 def write(path: Path) -> None:

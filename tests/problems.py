@@ -218,7 +218,11 @@ def same_bits(expected: torch.Tensor, got: torch.Tensor) -> bool:
         return False
     # A single element counts as contiguous whatever its stride, and has no view as bytes then.
     expected, got = (
-        tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        tensor.detach()
+        .cpu()
+        .clone(memory_format=torch.contiguous_format)
+        .view(-1)
+        .view(torch.uint8)
         for tensor in (expected, got)
     )
     return torch.equal(expected, got)

@@ -152,6 +152,7 @@ def endure(tmp_path: Path, moments: int, seed: int) -> dict[str, int]:
     parent = tmp_path / "run"
     parent.mkdir()
     seen: dict[str, int] = {}
+    killed = 0
     for number in range(moments):
         signs = tmp_path / f"signs-{number}"
         signs.mkdir()
@@ -162,9 +163,16 @@ def endure(tmp_path: Path, moments: int, seed: int) -> dict[str, int]:
         hit: list[str] = []
         killer = threading.Thread(target=kill_soon, args=(signs, delay, whom, hit))
         killer.start()
-        with contextlib.suppress(RankFailure):
+        failure = ""
+        try:
             run_ranks(go_on, 2, parent, signs, asynchronous, 4, timeout=8)
+        except RankFailure as error:
+            failure = str(error)
         killer.join()
+        # What it began with was loaded and checked before anybody was killed.
+        assert "AssertionError" not in failure, failure
+        assert "CheckpointError" not in failure, failure
+        killed += bool(hit) and "exit code -9" in failure
         left = names(parent)
         hidden = [name for name in left if name.startswith(".")]
         for name in hidden or ["nothing"]:
@@ -176,6 +184,7 @@ def endure(tmp_path: Path, moments: int, seed: int) -> dict[str, int]:
     run_ranks(go_on, 2, parent, tmp_path / "signs-0", False, 1, timeout=60)
     assert not [name for name in names(parent) if name.startswith(".")], names(parent)
     assert len(checkpoints(parent)) == 2
+    assert killed >= 0.7 * moments, f"only {killed} of {moments} were killed in time"
     verify_newest(parent)
     return seen
 
@@ -751,6 +760,11 @@ import sys, time, torch
 from shardstep import ZeroRedundancyOptimizer, checkpoint as ckpt
 from shardstep.checkpoint import job
 
+if len(sys.argv) > 2:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[3]), world_size=2
+    )
+
 write = job.write
 def slow(*args):
     time.sleep(0.5)
@@ -768,6 +782,16 @@ with torch.no_grad():
 
 def test_a_program_that_ends_finishes_its_save(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "step-1")], check=True)
+    expected = torch.arange(1000.0) - 0.1
+    assert torch.equal(ckpt.load(tmp_path / "step-1").extra["p"], expected)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_end_finish_their_save(tmp_path: Path) -> None:
+    """One of them long before the other, which still needs it."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "step-1"), str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
     expected = torch.arange(1000.0) - 0.1
     assert torch.equal(ckpt.load(tmp_path / "step-1").extra["p"], expected)
 

@@ -74,19 +74,43 @@ def clean(path: Path) -> Path:
 # --------------------------------------------------------------- a load that fails on one rank
 
 
+def mixed(seed: int, steps: int) -> tuple[hostile.Net, ZeroRedundancyOptimizer]:
+    """The same with two classes in one optimizer."""
+    net, _ = build(seed, 0)
+    named = dict(net.named_parameters())
+    wide = [("wide.weight", named.pop("wide.weight"))]
+    groups = [
+        {"params": wide, "optimizer_class": optim.SGD, "lr": 0.1 * seed, "momentum": 0.9},
+        {"params": list(named.items())},
+    ]
+    opt = ZeroRedundancyOptimizer(groups, optim.AdamW, lr=0.01 * seed)
+    hostile.take_steps(net, opt, steps)
+    return net, opt
+
+
 def fails_on_one_rank(parent: Path) -> None:
     """Every rank raises, and nothing is changed on any: at each place where a load can fail."""
+    for make in (build, mixed):
+        _fails_on_one_rank(clean(parent / make.__name__), make)
+
+
+def _fails_on_one_rank(parent: Path, build: Any) -> None:
     net, opt = build(1, 3)
     ckpt.save(parent / "one", opt, net, {"a": torch.ones(100)})
     dist.barrier()
     other, target = build(2, 2)
     other.norm.running_mean.fill_(dist.get_rank())
     rank = dist.get_rank()
+    install = load_module.install
 
     def failing(*_: Any, **__: Any) -> Any:
         raise OSError(5, "Input/output error")
 
     def broken(*_: Any, **__: Any) -> Any:
+        raise KeyError("step")
+
+    def late(*args: Any) -> Any:
+        install(*args)
         raise KeyError("step")
 
     def swallow(self: Any, state: Any) -> None:
@@ -99,6 +123,7 @@ def fails_on_one_rank(parent: Path) -> None:
         (load_module.Checkpoint, "verify", failing, "Input/output error"),
         (load_module.Match, "find", failing, "Input/output error"),
         (load_module, "install", broken, "'step'"),
+        (load_module, "install", late, "'step'"),
         (hostile.Counting, "set_extra_state", swallow, "count is wrong"),
     ]
     for who in (0, 1):
@@ -623,7 +648,8 @@ def everything(setup: Setup) -> list[Tensor]:
 
 def zero2(parent: Path) -> None:
     """Saved while gathers are in flight, loaded between steps: training goes on to the bit."""
-    for name in ("gpt", "conv", "branching"):
+    # Of the last, parameters in 16 bits have masters, which are saved and loaded with the rest.
+    for name in ("gpt", "conv", "branching", "mixed dtypes"):
         problem = PROBLEMS[name]
         straight = with_zero(problem.fresh())
         steps(straight, problem, range(3))

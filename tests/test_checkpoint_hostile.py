@@ -557,6 +557,22 @@ def in_contents() -> Iterator[tuple[str, Damage, str]]:
         items[0][0] = "steps"
 
     yield edits("state without a step", no_step, "checkpoint")
+    tensor = ["tensor", "float32", [3], [1], True, "00" * 12]
+    whole = ["tensor", "int64", [], [], True, "00" * 8]
+    for value in (["value", 3], ["value", None], ["dict", []], tensor, whole):
+
+        def master(said: Any, value: Any = value) -> None:
+            said["optimizer"]["params"][0]["state"]["node"][1].insert(
+                0, ["shardstep.master", value]
+            )
+            if value[0] == "tensor":
+                said["optimizer"]["params"][0]["per_element"].insert(0, value[2] == [])
+
+        yield edits(f"master {value}", master, "checkpoint")
+    for value in (-1, 1.5, None, "x", True, 2**70, math.inf):
+        yield edits(f"rounded {value!r}", put(lambda s: s["optimizer"], "rounded", value))
+    for value in (None, 3, {"node": ["list", []], "stored": {}}):
+        yield edits(f"beside {value!r}", put(lambda s: s["optimizer"], "beside", value))
     model = lambda said: said["model"]  # noqa: E731
     for name in ("tensors", "aliases", "rest"):
         for value in (None, 3, [], "x", {"a": 1}, {"a": None}, {"a": {}}):

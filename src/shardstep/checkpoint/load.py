@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from shardstep.agree import together
 from shardstep.attach import broadcast
@@ -31,6 +32,7 @@ from shardstep.checkpoint.plain import install
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.tree import Leaf
 from shardstep.comm import Comm
+from shardstep.mixture import Mixture
 from shardstep.plan import Box, Interval, ParamSpec, boxes
 
 if TYPE_CHECKING:
@@ -268,13 +270,8 @@ class _Loading:
     ) -> None:
         """Load into the local optimizer."""
         local = optimizer.optim
-        before = local.state, local.param_groups
-
-        def restore() -> None:
-            # Loading makes new ones of both and leaves the old ones as they were.
-            local.state, local.param_groups = before
-
-        undo.append(restore)
+        parts = local.parts if isinstance(local, Mixture) else []
+        undo += [_way_back(each) for each in (local, *parts)]
         optimizer._local.push_options()
         # What is not in the checkpoint stays as it is.
         states = {
@@ -305,6 +302,19 @@ class _Loading:
                     for name, value in self.weights.items():
                         match.targets[name].copy_(value)
                 broadcast(match.comm, share, rank)
+
+
+def _way_back(optimizer: Optimizer) -> Callable[[], None]:
+    """What makes an optimizer as it is now, after it has loaded something or tried to."""
+    # Loading puts new state and new groups in the place of the old ones, which stay as they are.
+    attributes, groups = dict(vars(optimizer)), list(optimizer.param_groups)
+
+    def restore() -> None:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        optimizer.param_groups[:] = groups
+
+    return restore
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:

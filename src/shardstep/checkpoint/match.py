@@ -17,7 +17,7 @@ from shardstep.checkpoint.contents import SavedModel, SavedOptimizer, SavedParam
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import EXTRA_STATE, kind_of, model_tensors
 from shardstep.checkpoint.limits import STATE_NBYTES, STATE_RATIO, memory_nbytes
-from shardstep.checkpoint.mastered import master_of, own_entries
+from shardstep.checkpoint.mastered import MASTER, master_of, own_entries
 from shardstep.checkpoint.names import names_of, uncompiled, unwrapped
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.shelves import deal
@@ -111,6 +111,7 @@ class Match:
                 )
             if specs[index].trainable and (param.state is None or _is_empty(param.state.node)):
                 self.empty.append(specs[index].name)
+            self._check_master(param)
             for leaf in [] if param.state is None else leaves(param.state.node):
                 if leaf.shape != param.shape and leaf.nbytes > most:
                     raise self._unfit(
@@ -119,6 +120,19 @@ class Match:
                     )
         self.options = self._match_groups(optimizer, saved)
         self.stepped = saved.stepped
+
+    def _check_master(self, param: SavedParam) -> None:
+        """Make sure that what is called a master can be one."""
+        keys = [] if param.state is None else [key for key, _ in param.state.node[1]]
+        if param.state is None or MASTER not in keys:
+            return
+        item = param.state.node[1][0][1]
+        found = leaves(item) if keys[0] == MASTER and item[0] == "tensor" else []
+        if not found or found[0].shape != param.shape or not found[0].dtype.is_floating_point:
+            raise self._unfit(
+                f"the master of parameter {param.name!r} is not a tensor of floating-point numbers "
+                f"of shape {param.shape}"
+            )
 
     def _match_params(
         self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer
