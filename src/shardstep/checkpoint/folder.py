@@ -32,6 +32,7 @@ from shardstep.checkpoint.safetensors import (
     Progress,
     digest_of,
     naming,
+    naming_written,
     no_progress,
     open_plain,
     parse_json,
@@ -380,7 +381,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 def write_text(path: Path, text: str) -> Digest:
     """Write a new file and see it onto the disk."""
     data = text.encode()
-    with open(path, "xb") as file:
+    with naming_written(path), open(path, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

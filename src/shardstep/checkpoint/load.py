@@ -8,6 +8,7 @@ state where it was read, the model's tensors by sending them round.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -247,7 +248,9 @@ class _Loading:
             together(match.comm, what, put)
         except BaseException:
             for each in reversed(undo):
-                each()
+                # A module that takes neither the new nor the old is no reason to leave the rest.
+                with contextlib.suppress(Exception):
+                    each()
             raise
         if match.optimizer is not None:
             match.optimizer._stepped = match.stepped
@@ -295,11 +298,19 @@ class _Loading:
         match = self.match
         with torch.no_grad():
             for rank in range(match.comm.world_size):
-                share = [match.targets[n] for n in match.weights if match.owners[n] == rank]
+                share = [
+                    _as_it_lies(match.targets[n]) for n in match.weights if match.owners[n] == rank
+                ]
                 if rank == match.comm.group_rank:
                     for name, value in self.weights.items():
                         match.targets[name].copy_(value)
                 broadcast(match.comm, share, rank)
+
+
+def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers in a tensor's memory, where it stands for their conjugates or negatives."""
+    tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
+    return tensor.conj() if tensor.is_conj() else tensor
 
 
 def _warn(match: Match) -> None:

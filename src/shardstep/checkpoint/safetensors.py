@@ -13,11 +13,12 @@ import json
 import math
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -155,17 +156,16 @@ def write(
             f"{path} would have a header of {len(text):,} bytes, more than is read: {len(order):,} "
             "tensors are too many for one file"
         )
-    digest = hashlib.sha256()
     total = 0
-    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+    with naming_written(path), open(path, "xb", buffering=0) as file, _Hasher() as hasher:
 
         def put(data: memoryview | bytes) -> None:
             # Both let other threads run: hashing costs no time of its own where there is a core.
-            hashing = hasher.submit(digest.update, data)
+            hasher.begin(data)
             written = 0
             while written < len(data):
                 written += file.write(memoryview(data)[written:])
-            hashing.result()
+            hasher.finish()
 
         put(len(text).to_bytes(8, "little") + text)
         total = 8 + len(text)
@@ -175,7 +175,57 @@ def write(
                 total += chunk.nbytes
                 progress(chunk.nbytes)
         os.fsync(file.fileno())
-    return Digest(total, digest.hexdigest())
+    return Digest(total, hasher.digest.hexdigest())
+
+
+class _Hasher:
+    """Computes a digest in a thread of its own, while what goes into it is written.
+
+    Not an executor of the standard library: those take nothing more when the program is ending, and
+    a save in the background may outlive the main thread.
+
+    Attributes:
+        digest: of all that was begun and finished.
+    """
+
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+        self._given: SimpleQueue[memoryview | bytes | None] = SimpleQueue()
+        self._finished: SimpleQueue[None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Hasher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Whoever leaves early frees the memory that is being read.
+        self._given.put(None)
+        self._thread.join()
+
+    def begin(self, data: memoryview | bytes) -> None:
+        """Take this in."""
+        self._given.put(data)
+
+    def finish(self) -> None:
+        """Wait until it has been."""
+        self._finished.get()
+
+    def _run(self) -> None:
+        while (data := self._given.get()) is not None:
+            self.digest.update(data)
+            self._finished.put(None)
+
+
+@contextmanager
+def naming_written(path: Path) -> Iterator[None]:
+    """Have what goes wrong while a file is written say which file it was."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _chunks(tensor: Source) -> Iterator[torch.Tensor]:
