@@ -427,6 +427,8 @@ def from_zero(parent: Path) -> None:
 class Picky(optim.Optimizer):
     """Has an option that is code, and state that belongs to no parameter."""
 
+    shardstep_layout = "whole"
+
     def __init__(self, params: Any, lr: float = 0.1, rule: Any = None, note: Any = None) -> None:
         super().__init__(params, {"lr": lr, "rule": rule, "note": note})
 

@@ -561,6 +561,16 @@ def test_files_from_before_torch_1_6_are_read_too(tmp_path: Path) -> None:
             "state of parameter 'param 0' is a Tensor, and not a dict",
         ),
         (
+            {"state": {}, "param_groups": [], "masters": [1]},
+            {},
+            "'masters' of the optimizer's state dict are not tensors",
+        ),
+        (
+            {"state": {}, "param_groups": [], "rounding_step": "x"},
+            {},
+            "'rounding_step' of the optimizer's state dict is 'x'",
+        ),
+        (
             {"state": {}, "param_groups": [{"params": [0]}]},
             {"names": ["a", "b"]},
             "2 names were given for the 1 parameters",

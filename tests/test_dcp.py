@@ -331,6 +331,8 @@ def test_what_was_there_is_replaced(tmp_path: Path) -> None:
 class Dicing(Optimizer):
     """Draws random numbers."""
 
+    shardstep_layout = "sliced"
+
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
@@ -361,6 +363,8 @@ def test_finding_out_the_form_of_the_state_touches_nothing() -> None:
 
 class Reluctant(Optimizer):
     """Does not step without a closure."""
+
+    shardstep_layout = "whole"
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})

@@ -186,6 +186,8 @@ class TrustRatio(Optimizer):
 class CountsInGroups(Optimizer):
     """Counts its steps beside the parameters, if there is anything to step on."""
 
+    shardstep_layout = "whole"
+
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr, "count": 0})
 

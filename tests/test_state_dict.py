@@ -627,6 +627,8 @@ def test_a_single_rank_needs_no_consolidation() -> None:
 class Unsendable(Optimizer):
     """Keeps something in its state that is neither a number nor a tensor."""
 
+    shardstep_layout = "whole"
+
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 

@@ -58,7 +58,7 @@ def wide_norm(
     norms = [
         torch.linalg.vector_norm(param.grad.detach(), norm_type, dtype=dtype).to(params[0].device)
         for param, dtype in zip(params, dtypes, strict=True)
-        if param.grad is not None
+        if param.grad is not None and param.grad.numel()  # nothing has no largest element
     ]
     if not norms:
         return torch.zeros((), device=params[0].device)

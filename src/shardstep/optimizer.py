@@ -21,7 +21,7 @@ from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.exchange import move_state
 from shardstep.checkpoint.gaps import warn_of_gaps
 from shardstep.checkpoint.outside import numbered
-from shardstep.checkpoint.plain import install, load_share, masters_in, pack_groups
+from shardstep.checkpoint.plain import OURS, install, load_share, masters_in, pack_groups
 from shardstep.checkpoint.stateful import (
     asked_by_dcp,
     is_sharded,
@@ -822,7 +822,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             taken = read_sharded(self, state_dict)
             masters, present = taken.masters, taken.present
             held = sorted(self._plan.intervals(self.rank))
-            install(self.optim, held, taken.states, taken.loose, taken.groups, self._plan.specs, {})
+            install(
+                self.optim,
+                held,
+                taken.states,
+                taken.loose,
+                taken.groups,
+                self._plan.specs,
+                beside={key: value for key, value in state_dict.items() if key not in OURS},
+            )
         else:
             names = [spec.name for spec in self._plan.specs]
             state_dict = dict(numbered(state_dict, self.param_groups, names))

@@ -130,7 +130,7 @@ def _optimizer(
     optimizer_class: str | None,
 ) -> SavedOptimizer:
     state, groups = _parts(state_dict)
-    state = joined(state, state_dict.get("masters", {}))
+    state = joined(state, _masters(state_dict))
     keys = [key for group in groups for key in group["params"]]
     called, positional = _names(groups, keys, names)
     params = []
@@ -156,8 +156,28 @@ def _optimizer(
         groups=tuple(listed),
         loose=shelves.tree("state", loose),
         beside=shelves.tree("beside", beside),
-        rounded=int(state_dict.get("rounding_step", 0)),
+        rounded=_rounded(state_dict),
     )
+
+
+def _masters(state_dict: Mapping[str, Any]) -> Mapping[Any, torch.Tensor]:
+    """The masters that a state dict of ours has beside the state."""
+    masters = state_dict.get("masters", {})
+    if not isinstance(masters, Mapping) or not all(
+        isinstance(master, torch.Tensor) for master in masters.values()
+    ):
+        raise CheckpointError(
+            "'masters' of the optimizer's state dict are not tensors by parameter"
+        )
+    return masters
+
+
+def _rounded(state_dict: Mapping[str, Any]) -> int:
+    """How many steps were rounded stochastically."""
+    step = state_dict.get("rounding_step", 0)
+    if not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"'rounding_step' of the optimizer's state dict is {step!r}")
+    return step
 
 
 def _parts(state_dict: Mapping[str, Any]) -> tuple[Mapping[Any, Any], list[Mapping[str, Any]]]:

@@ -224,7 +224,7 @@ def naming_written(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None:
+        if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
