@@ -181,6 +181,9 @@ def _skeleton(node: Node) -> Node:
         return ["tensor", node[1]]
     if node[0] == "dict":
         return ["dict", [[key, _skeleton(item)] for key, item in node[1]]]
+    if node[0] == "wrapper":
+        inner = [[name, _skeleton(item)] for name, item in node[2]]
+        return [node[0], node[1], inner, node[3]]
     if node[0] in ("list", "tuple", "deque"):
         return [node[0], [_skeleton(item) for item in node[1]], *node[2:]]
     return node

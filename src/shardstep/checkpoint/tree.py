@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardstep.buffers import flat, is_dense
 
 Node = list[Any]
 """A value in JSON: `["value", x]`, `["dict", [[key, node], ...]]`, `["list", [node, ...]]`,
 `["tuple", [node, ...]]`, `["deque", [node, ...], maxlen]` or
-`["tensor", dtype, shape, stride, on_cpu, data or null]`."""
+`["tensor", dtype, shape, stride, on_cpu, data or null]`; and, for a tensor that is made of others,
+`["wrapper", class, [[name, node], ...], context node, shape, stride]`."""
 
 INLINE_NBYTES = 64
 """Tensors up to this size travel in the text: step counters, not moments."""
@@ -54,6 +57,8 @@ def encode(value: Any, path: str = "") -> tuple[Node, list[torch.Tensor]]:
         TypeError: if there is something in it that text cannot hold.
     """
     if isinstance(value, torch.Tensor):
+        if is_traceable_wrapper_subclass(value):
+            return _encode_wrapper(value, path)
         tensor = value.detach()
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if not plain or tensor.is_quantized or tensor.is_meta:
@@ -95,6 +100,47 @@ def encode(value: Any, path: str = "") -> tuple[Node, list[torch.Tensor]]:
     raise TypeError(f"state {path!r} is a {type(value).__name__}, which cannot be sent or saved")
 
 
+def _encode_wrapper(value: Any, path: str) -> tuple[Node, list[torch.Tensor]]:
+    """A quantised state, say: codes and scales in a tensor subclass."""
+    names, context = value.__tensor_flatten__()
+    items, tensors = [], []
+    for name in names:
+        node, found = encode(getattr(value, name), f"{path}.{name}")
+        items.append([name, node])
+        tensors += found
+    context, found = encode(_plain_sizes(context), f"{path}.context")
+    if found:
+        raise TypeError(f"state {path!r} is a {type(value).__name__} that hides tensors")
+    kind = f"{type(value).__module__}:{type(value).__qualname__}"
+    return ["wrapper", kind, items, context, list(value.shape), list(value.stride())], tensors
+
+
+def _plain_sizes(context: Any) -> Any:
+    """The context with shapes as tuples: text knows no `torch.Size`."""
+    if isinstance(context, torch.Size):
+        return tuple(context)
+    if type(context) in (list, tuple):
+        return type(context)(map(_plain_sizes, context))
+    if isinstance(context, Mapping):
+        return {key: _plain_sizes(item) for key, item in context.items()}
+    return context
+
+
+def _wrapper_class(kind: str) -> Any:
+    """The class of that name, if this process has it and it is a tensor's.
+
+    Nothing is imported by name: a rank that is sent such a state has the class in use itself.
+    """
+    module, _, name = kind.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    wraps = isinstance(found, type) and issubclass(found, torch.Tensor)
+    if not wraps or not hasattr(found, "__tensor_unflatten__"):
+        raise TypeError(f"state is of class {kind}, which is not a tensor class in this process")
+    return found
+
+
 def decode(node: Node, leaf: Callable[[Leaf], torch.Tensor], path: str = "") -> Any:
     """The value that `node` describes, with its tensors made by `leaf`, in order."""
     kind = node[0]
@@ -104,6 +150,11 @@ def decode(node: Node, leaf: Callable[[Leaf], torch.Tensor], path: str = "") -> 
         return leaf(Leaf(path, dtype, tuple(node[2]), tuple(node[3]), node[4], node[5]))
     if kind == "value":
         return node[1]
+    if kind == "wrapper":
+        inner = {name: decode(item, leaf, f"{path}.{name}") for name, item in node[2]}
+        context = decode(node[3], leaf, path)
+        shape, stride = torch.Size(node[4]), tuple(node[5])
+        return _wrapper_class(node[1]).__tensor_unflatten__(inner, context, shape, stride)
     if kind == "dict":
         return {
             key: decode(item, leaf, f"{path}.{key}" if path else str(key)) for key, item in node[1]
@@ -123,7 +174,8 @@ def leaves(node: Node) -> list[Leaf]:
 
     def note(leaf: Leaf) -> torch.Tensor:
         found.append(leaf)
-        return torch.empty(0)
+        # A tensor that is made of others may look at them.
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
 
     decode(node, note)
     return found
