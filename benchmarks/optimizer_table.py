@@ -19,6 +19,7 @@ import os
 import tempfile
 import time
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def first_difference(one: Any, other: Any, path: str = "") -> str | None:
         if not isinstance(other, dict) or set(one) != set(other):
             return f"{path} (keys)"
         pairs = [(f"{path}.{key}", value, other[key]) for key, value in one.items()]
-    elif isinstance(one, (list, tuple)):
+    elif isinstance(one, (list, tuple, deque)):
         if len(one) != len(other):
             return path
         pairs = [(f"{path}.{n}", *both) for n, both in enumerate(zip(one, other, strict=True))]

@@ -81,6 +81,60 @@ class Quantises(Optimizer):
         state["codes"] = codes.round().to(torch.int8).view(-1)
 
 
+class Coded(torch.Tensor):
+    """A tensor kept as 8-bit codes and a scale, as low-bit optimizers keep their moments."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, note: tuple[Any, ...]) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, note: tuple[Any, ...]) -> None:
+        self.codes, self.scale, self.note = codes, scale, note
+
+    def __tensor_flatten__(self) -> Any:
+        return ["codes", "scale"], (*self.note, self.shape)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Coded:
+        assert tuple(context[-1]) == tuple(size)
+        return cls(inner["codes"], inner["scale"], tuple(context[:-1]))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, (self, *_) = torch.ops.aten, args
+        if func in (aten.detach.default, aten._to_copy.default):
+            return cls(self.codes, self.scale, self.note)
+        if func is aten.clone.default:
+            return cls(self.codes.clone(), self.scale.clone(), self.note)
+        raise NotImplementedError(f"{func}")
+
+
+class LowBit(Optimizer):
+    """Keeps its moments coded, with one scale for a tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                moment = p.grad.clone()
+                if "moment" in state:
+                    moment += 0.9 * state["moment"].codes * state["moment"].scale
+                p.sub_(moment, alpha=group["lr"])
+                scale = moment.abs().max().reshape(1) / 127
+                state["moment"] = Coded((moment / scale).round().to(torch.int8), scale, ("by", 8))
+
+
 class Remembers(Optimizer):
     """Old gradients in a queue, momenta by their factor, and a counter of its own."""
 
@@ -141,13 +195,25 @@ def _round_trip(cls: Any, saved: Any, values: Any) -> tuple[str, Any, list[torch
     return opt.plan.layout, opt.state_dict() if opt.rank == 0 else None, copies(params)
 
 
-def plain(state_dict: Any) -> Any:
-    """With the entries of the state in the order of the parameters."""
-    return {**state_dict, "state": dict(sorted(state_dict["state"].items()))}
+def plain(value: Any) -> Any:
+    """With states in the order of the parameters, and coded tensors as what they are made of."""
+    if isinstance(value, Coded):
+        return [value.codes, value.scale, value.note]
+    if isinstance(value, dict):
+        by_number = all(isinstance(key, int) for key in value)
+        items = sorted(value.items()) if by_number else value.items()
+        return {key: plain(item) for key, item in items}
+    return value
 
 
 @pytest.mark.parametrize(
-    ("cls", "layout"), [(Preconditions, "whole"), (Quantises, "whole"), (Remembers, "sliced")]
+    ("cls", "layout"),
+    [
+        (Preconditions, "whole"),
+        (Quantises, "whole"),
+        (LowBit, "whole"),
+        (Remembers, "sliced"),
+    ],
 )
 def test_foreign_state_is_kept(cls: Any, layout: str) -> None:
     params = make_params(SHAPES, frozen=())
@@ -157,11 +223,11 @@ def test_foreign_state_is_kept(cls: Any, layout: str) -> None:
     (chosen, saved, values), *_ = run_ranks(_round_trip, 3, cls, None, None)
     assert chosen == layout
     assert differing(copies(params), values) == []
-    assert difference(plain(middle), saved) is None
+    assert difference(plain(middle), plain(saved)) is None
     params[0].requires_grad_(False)
     train(unsharded, params, range(5, 6))
     params[0].requires_grad_(True)
     train(unsharded, params, range(6, 9))
     (_, saved, values), *_ = run_ranks(_round_trip, 2, cls, middle, values)
     assert differing(copies(params), values) == []
-    assert difference(plain(unsharded.state_dict()), saved) is None
+    assert difference(plain(unsharded.state_dict()), plain(saved)) is None

@@ -639,7 +639,7 @@ class Unsendable(Optimizer):
 
 
 def _unsendable() -> None:
-    opt = ZeroRedundancyOptimizer(make_params([(5,), (6,)], frozen=()), Unsendable)
+    opt = ZeroRedundancyOptimizer(make_params([(5,), (6,)], frozen=()), Unsendable, layout="whole")
     opt.step()
     opt.consolidate_state_dict()
 

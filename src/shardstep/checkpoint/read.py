@@ -14,7 +14,7 @@ from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.folder import Manifest, check, read_manifest
 from shardstep.checkpoint.limits import memory_nbytes
 from shardstep.checkpoint.safetensors import File, Progress, form_of, no_progress
-from shardstep.checkpoint.tree import Leaf, decode
+from shardstep.checkpoint.tree import Leaf, decode, wrap
 from shardstep.plan import Box, contiguous
 
 MAX_OPEN = 128
@@ -33,6 +33,10 @@ class Room(Protocol):
 def on_cpu(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Ordinary memory."""
     return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+
+
+WRAPPING_PACKAGES = ("torchao",)
+"""Whose tensor subclasses, such as quantised state, a file may ask for, if they are imported."""
 
 
 class Checkpoint:
@@ -154,7 +158,22 @@ class Checkpoint:
                 return tensor(number, leaf)
             return self.leaf(tree, number, leaf)
 
-        return decode(tree.node, make)
+        return decode(tree.node, make, wrap=self._wrap)
+
+    def _wrap(self, kind: str, inner: Any, context: Any, shape: Any, stride: Any) -> Any:
+        """A quantised tensor. A file may name only classes that are known to be harmless."""
+        if kind.partition(":")[0].partition(".")[0] not in WRAPPING_PACKAGES:
+            raise CheckpointError(
+                f"{self.path}: it has a tensor of class {kind!r:.100}, which is not made from a "
+                f"file; classes of {', '.join(WRAPPING_PACKAGES)} are"
+            )
+        try:
+            return wrap(kind, inner, context, shape, stride)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.path}: a tensor of class {kind!r:.100} cannot be made of what is there "
+                f"({type(error).__name__}: {error})"
+            ) from error
 
     def leaf(self, tree: Tree, number: int, leaf: Leaf) -> torch.Tensor:
         """One tensor of a value, in full, on the CPU."""

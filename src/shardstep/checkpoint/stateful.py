@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -389,7 +389,7 @@ def _lay_out(form: _Form, param: torch.Tensor, interval: Interval | None) -> Any
             stand_in.hold(form.tensors[number], cut)
         return stand_in
 
-    return portable(decode(kept.node, make), form.started)
+    return portable(decode(kept.node, make, wrap=_refuse_wrapper), form.started)
 
 
 def _lay_out_loose(form: _Loose, what: str) -> Any:
@@ -403,4 +403,11 @@ def _lay_out_loose(form: _Loose, what: str) -> Any:
         stand_in.hold(tensor)
         return stand_in
 
-    return portable(decode(form.node, make), form.started)
+    return portable(decode(form.node, make, wrap=_refuse_wrapper), form.started)
+
+
+def _refuse_wrapper(kind: str, *described: Any) -> NoReturn:
+    raise RuntimeError(
+        f"the optimizer has state of class {kind}, which torch.distributed.checkpoint cannot be "
+        "given in parts; use shardstep.checkpoint.save"
+    )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardstep.buffers import fills_memory, flat, is_dense
 from shardstep.checkpoint.limits import MAX_DEPTH, is_counts, is_sizes
@@ -17,7 +19,8 @@ from shardstep.checkpoint.limits import MAX_DEPTH, is_counts, is_sizes
 Node = list[Any]
 """A value in JSON: `["value", x]`, `["dict", [[key, node], ...]]`, `["list", [node, ...]]`,
 `["tuple", [node, ...]]`, `["deque", [node, ...], maxlen]` or
-`["tensor", dtype, shape, stride, on_cpu, data or null]`."""
+`["tensor", dtype, shape, stride, on_cpu, data or null]`; and, for a tensor that is made of others,
+`["wrapper", class, [[name, node], ...], context node, shape, stride]`."""
 
 INLINE_NBYTES = 64
 """Tensors up to this size travel in the text: step counters, not moments."""
@@ -95,6 +98,8 @@ def encode(value: Any, path: str = "", depth: int = 0) -> tuple[Node, list[torch
     if depth > MAX_DEPTH:
         raise TypeError(f"state {path[:80]!r} has dicts and lists more than {MAX_DEPTH} deep")
     if isinstance(value, torch.Tensor):
+        if is_traceable_wrapper_subclass(value):
+            return _encode_wrapper(value, path)
         tensor = value.detach()
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if not plain or tensor.is_quantized or tensor.is_meta:
@@ -136,8 +141,72 @@ def encode(value: Any, path: str = "", depth: int = 0) -> tuple[Node, list[torch
     raise TypeError(f"state {path!r} is a {type(value).__name__}, which cannot be sent or saved")
 
 
-def decode(node: Node, leaf: Callable[[Leaf], torch.Tensor], path: str = "", depth: int = 0) -> Any:
+def _encode_wrapper(value: Any, path: str) -> tuple[Node, list[torch.Tensor]]:
+    """A quantised state, say: codes and scales in a tensor subclass."""
+    names, context = value.__tensor_flatten__()
+    items, tensors = [], []
+    for name in names:
+        node, found = encode(getattr(value, name), f"{path}.{name}")
+        items.append([name, node])
+        tensors += found
+    context, found = encode(_plain_sizes(context), f"{path}.context")
+    if found:
+        raise TypeError(f"state {path!r} is a {type(value).__name__} that hides tensors")
+    kind = f"{type(value).__module__}:{type(value).__qualname__}"
+    return ["wrapper", kind, items, context, list(value.shape), list(value.stride())], tensors
+
+
+def _plain_sizes(context: Any) -> Any:
+    """The context with shapes as tuples: text knows no `torch.Size`."""
+    if isinstance(context, torch.Size):
+        return tuple(context)
+    if type(context) in (list, tuple):
+        return type(context)(map(_plain_sizes, context))
+    if isinstance(context, Mapping):
+        return {key: _plain_sizes(item) for key, item in context.items()}
+    return context
+
+
+def _wrapper_class(kind: str) -> Any:
+    """The class of that name, if this process has it and it is a tensor's.
+
+    Nothing is imported by name: a rank that is sent such a state has the class in use itself.
+    """
+    module, _, name = kind.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    wraps = isinstance(found, type) and issubclass(found, torch.Tensor)
+    if not wraps or not hasattr(found, "__tensor_unflatten__"):
+        raise TypeError(f"state is of class {kind}, which is not a tensor class in this process")
+    return found
+
+
+def wrap(kind: str, inner: Mapping[str, Any], context: Any, shape: Any, stride: Any) -> Any:
+    """The tensor of a subclass that is made of others.
+
+    Raises:
+        TypeError: if there is no such class.
+    """
+    cls = _wrapper_class(kind)
+    return cls.__tensor_unflatten__(inner, context, torch.Size(shape), tuple(stride))
+
+
+def decode(
+    node: Node,
+    leaf: Callable[[Leaf], torch.Tensor],
+    path: str = "",
+    depth: int = 0,
+    wrap: Callable[..., Any] = wrap,
+) -> Any:
     """The value that `node` describes, with its tensors made by `leaf`, in order.
+
+    Args:
+        node: the description.
+        leaf: makes a tensor of this form.
+        path: what it is called.
+        depth: how deep in another value it is.
+        wrap: makes a tensor of a subclass from the name of its class and what is in it.
 
     Raises:
         ValueError: if it describes none, or something else like it.
@@ -151,17 +220,26 @@ def decode(node: Node, leaf: Callable[[Leaf], torch.Tensor], path: str = "", dep
         if not (node[1] is None or isinstance(node[1], (bool, int, float, str))):
             raise ValueError(f"{path!r} is said to be a number or text, and is neither")
         return node[1]
+    if kind == "wrapper":
+        inner = {
+            name: decode(item, leaf, f"{path}.{name}", depth + 1, wrap) for name, item in node[2]
+        }
+        context = decode(node[3], leaf, path, depth + 1, wrap)
+        if not (is_sizes(node[4]) and is_counts(node[5]) and isinstance(node[1], str)):
+            raise ValueError(f"{path!r} cannot have the class, shape and stride that are said")
+        return wrap(node[1], inner, context, node[4], node[5])
     if kind == "dict":
         found = {}
         for key, item in node[1]:
             if not isinstance(key, (str, int, float)) or key in found:
                 raise ValueError(f"{path!r} has a key twice, or one that is no key")
-            found[key] = decode(item, leaf, f"{path}.{key}" if path else str(key), depth + 1)
+            inside = f"{path}.{key}" if path else str(key)
+            found[key] = decode(item, leaf, inside, depth + 1, wrap)
         return found
     if kind not in ("list", "tuple", "deque"):
         raise ValueError(f"{path!r} is described as a {kind!r}, which is nothing")
     items = [
-        decode(item, leaf, f"{path}.{position}" if path else str(position), depth + 1)
+        decode(item, leaf, f"{path}.{position}" if path else str(position), depth + 1, wrap)
         for position, item in enumerate(node[1])
     ]
     if kind == "deque":
@@ -193,7 +271,7 @@ def leaves(node: Node) -> list[Leaf]:
         found.append(leaf)
         return torch.empty(0)
 
-    decode(node, note)
+    decode(node, note, wrap=lambda *described: None)
     return found
 
 
@@ -208,6 +286,8 @@ def with_leaves(node: Node, leaf: Callable[[int, Node], Node]) -> Node:
             return leaf(number, node)
         if node[0] == "dict":
             return ["dict", [[key, walk(item)] for key, item in node[1]]]
+        if node[0] == "wrapper":
+            return [*node[:2], [[name, walk(item)] for name, item in node[2]], *node[3:]]
         if node[0] in ("list", "tuple", "deque"):
             return [node[0], [walk(item) for item in node[1]], *node[2:]]
         return node
