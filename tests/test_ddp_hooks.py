@@ -184,7 +184,13 @@ class TrustRatio(Optimizer):
 
 
 class CountsInGroups(Optimizer):
-    """Counts its steps beside the parameters, if there is anything to step on."""
+    """Counts its steps beside the parameters, if there is anything to step on.
+
+    A rank whose parameters have no gradient counts otherwise than the others, so it would be
+    refused. Here every parameter has one, and the class says that it may be divided.
+    """
+
+    shardstep_layout = "whole"
 
     shardstep_layout = "whole"
 
