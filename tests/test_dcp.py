@@ -30,7 +30,7 @@ from problems import LAYOUTS, Case, copies, difference, differing, make_groups, 
 from ranks import raises_on_every_rank, run_ranks
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.checkpoint import Sharded
-from shardstep.checkpoint.stand_in import StandIn
+from shardstep.checkpoint.dcp.stand_in import StandIn
 from shardstep.plan import Interval, ParamSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

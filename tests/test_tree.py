@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardstep.checkpoint.tree import INLINE_NBYTES, Leaf, decode, encode, leaves
+from shardstep.state.tree import INLINE_NBYTES, Leaf, decode, encode, leaves
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")

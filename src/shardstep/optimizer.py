@@ -18,18 +18,13 @@ from torch.optim import Optimizer
 from shardstep.agree import agree
 from shardstep.attach import ModuleTie, check_membership, describe_buffers, names_in
 from shardstep.buffers import BucketViews, Home, OwnStorage
-from shardstep.checkpoint.exchange import move_state
-from shardstep.checkpoint.gaps import warn_of_gaps
-from shardstep.checkpoint.outside import numbered
-from shardstep.checkpoint.plain import OURS, install, load_share, masters_in, pack_groups
-from shardstep.checkpoint.stateful import (
+from shardstep.checkpoint.dcp.stateful import (
     asked_by_dcp,
     is_sharded,
     read_sharded,
     refuse_initialisation,
     sharded_state,
 )
-from shardstep.checkpoint.tree import Leaf
 from shardstep.comm import Comm, connect
 from shardstep.describe import Given, describe, describe_options, is_trainable, parameters
 from shardstep.gather import Gather, GatherAhead, GatherNow
@@ -51,6 +46,11 @@ from shardstep.reduce import ShardedGradients
 from shardstep.report.optimizer import Report, make_report
 from shardstep.rounding import StochasticRounding
 from shardstep.shard import Shard
+from shardstep.state.exchange import move_state
+from shardstep.state.gaps import warn_of_gaps
+from shardstep.state.outside import numbered
+from shardstep.state.plain import OURS, install, load_share, masters_in, pack_groups
+from shardstep.state.tree import Leaf
 
 logger = logging.getLogger(__name__)
 

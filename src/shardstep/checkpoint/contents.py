@@ -18,10 +18,10 @@ import torch
 
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.folder import Manifest, check, read_json
-from shardstep.checkpoint.limits import is_counts, is_sizes
 from shardstep.checkpoint.safetensors import MAX_HEADER_NBYTES, Digest
-from shardstep.checkpoint.tree import Node, dtype_named, leaves, name_of
 from shardstep.plan import Box, overlap
+from shardstep.state.limits import is_counts, is_sizes
+from shardstep.state.tree import Node, dtype_named, leaves, name_of
 
 CONTENTS = "contents.json"
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.limits import MAX_NUMEL
 from shardstep.checkpoint.safetensors import (
     Digest,
     Progress,
@@ -37,6 +36,7 @@ from shardstep.checkpoint.safetensors import (
     open_plain,
     parse_json,
 )
+from shardstep.state.limits import MAX_NUMEL
 
 FORMAT = "shardstep checkpoint"
 VERSION = 1

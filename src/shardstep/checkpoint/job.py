@@ -26,16 +26,16 @@ from shardstep.checkpoint.contents import (
     Stored,
     Tree,
 )
-from shardstep.checkpoint.exchange import Kept, survey
 from shardstep.checkpoint.folder import Staging, keep_last, write_text
 from shardstep.checkpoint.mastered import MASTER, joined
 from shardstep.checkpoint.names import names_of, uncompiled, unwrapped
 from shardstep.checkpoint.safetensors import Digest, Progress, Source, no_progress, write
 from shardstep.checkpoint.shelves import Shelves, deal, holders_of, made_by, state_key, texts_of
-from shardstep.checkpoint.tree import Node, encode, with_leaves
 from shardstep.comm import Comm, connect
 from shardstep.mixture import extras, full_name
 from shardstep.plan import Box, Holding, boxes
+from shardstep.state.exchange import Kept, survey
+from shardstep.state.tree import Node, encode, with_leaves
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer

@@ -28,12 +28,12 @@ from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import comm_of
 from shardstep.checkpoint.mastered import parted
 from shardstep.checkpoint.match import Match, some, summary
-from shardstep.checkpoint.plain import install
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.tree import Leaf
 from shardstep.comm import Comm
 from shardstep.mixture import Mixture
 from shardstep.plan import Box, Interval, ParamSpec, boxes
+from shardstep.state.plain import install
+from shardstep.state.tree import Leaf
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer

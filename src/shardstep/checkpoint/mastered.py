@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardstep.checkpoint.contents import Stored, Tree
-from shardstep.checkpoint.tree import Node
+from shardstep.state.tree import Node
 
 K = TypeVar("K")
 

@@ -16,13 +16,13 @@ import torch
 from shardstep.checkpoint.contents import SavedModel, SavedOptimizer, SavedParam, Stored, Tree
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import EXTRA_STATE, kind_of, model_tensors
-from shardstep.checkpoint.limits import STATE_NBYTES, STATE_RATIO, memory_nbytes
 from shardstep.checkpoint.mastered import MASTER, master_of, own_entries
 from shardstep.checkpoint.names import names_of, uncompiled, unwrapped
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.shelves import deal
-from shardstep.checkpoint.tree import Node, leaves
 from shardstep.comm import Comm
+from shardstep.state.limits import STATE_NBYTES, STATE_RATIO, memory_nbytes
+from shardstep.state.tree import Node, leaves
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer

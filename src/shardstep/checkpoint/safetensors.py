@@ -25,8 +25,8 @@ import torch
 
 from shardstep.buffers import flat
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.limits import is_counts, is_sizes
 from shardstep.plan import Box, Interval, boxes, contiguous
+from shardstep.state.limits import is_counts, is_sizes
 
 CHUNK_NBYTES = 16 * 2**20
 MAX_HEADER_NBYTES = 100 * 2**20

@@ -13,8 +13,8 @@ import torch
 from shardstep.checkpoint.contents import CONTENTS, Chunk, Contents, Stored, Tree, to_json
 from shardstep.checkpoint.folder import MAX_JSON_NBYTES
 from shardstep.checkpoint.safetensors import Source
-from shardstep.checkpoint.tree import Leaf, encode, leaves
 from shardstep.plan import Box, Holding
+from shardstep.state.tree import Leaf, encode, leaves
 
 WEIGHTS = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"

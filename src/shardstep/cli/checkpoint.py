@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from shardstep import checkpoint as ckpt
-from shardstep.checkpoint.export import parse_nbytes
+from shardstep.checkpoint.offline.export import parse_nbytes
 from shardstep.report.bytes import ByteProgress
 from shardstep.report.checkpoint import listing_report, printable, size, summary_report
 

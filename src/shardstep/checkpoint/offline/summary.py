@@ -23,7 +23,7 @@ from shardstep.checkpoint.folder import (
 )
 from shardstep.checkpoint.mastered import master_of, own_entries
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.tree import Node, leaves, name_of, with_leaves
+from shardstep.state.tree import Node, leaves, name_of, with_leaves
 
 
 def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str, Any]:

@@ -30,11 +30,11 @@ from shardstep.checkpoint.shelves import (
     texts_of,
     value_key,
 )
-from shardstep.checkpoint.tree import leaves
 from shardstep.comm import SoloComm
 from shardstep.layouts import ELEMENT_WISE
 from shardstep.mixture import full_name
 from shardstep.plan import Box, Layout, ParamSpec, ShardPlan, boxes, contiguous
+from shardstep.state.tree import leaves
 
 
 def reshard(

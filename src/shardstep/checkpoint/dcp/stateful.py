@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from shardstep.agree import agree
-from shardstep.checkpoint.exchange import Kept, survey
-from shardstep.checkpoint.outside import bare, numbered
-from shardstep.checkpoint.portable import Reading, holds, portable
-from shardstep.checkpoint.stand_in import StandIn
-from shardstep.checkpoint.tree import Leaf, Node, decode, encode, leaves
+from shardstep.checkpoint.dcp.portable import Reading, holds, portable
+from shardstep.checkpoint.dcp.stand_in import StandIn
 from shardstep.comm import Comm
 from shardstep.mixture import extras
 from shardstep.plan import Interval
+from shardstep.state.exchange import Kept, survey
+from shardstep.state.outside import bare, numbered
+from shardstep.state.tree import Leaf, Node, decode, encode, leaves
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer

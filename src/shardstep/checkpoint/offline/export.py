@@ -17,12 +17,13 @@ import torch
 from shardstep.checkpoint.contents import Contents
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.folder import EXPORT, Staging, write_text
-from shardstep.checkpoint.offline import (
+from shardstep.checkpoint.offline.dicts import (
     model_dict,
     optimizer_dict,
     saved_model,
     saved_optimizer,
 )
+from shardstep.checkpoint.offline.scratch import Scratch
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.safetensors import (
     CHUNK_NBYTES,
@@ -34,7 +35,6 @@ from shardstep.checkpoint.safetensors import (
     no_stages,
     write,
 )
-from shardstep.checkpoint.scratch import Scratch
 from shardstep.checkpoint.shelves import HF_INDEX, WEIGHTS, hf_index
 
 if TYPE_CHECKING:

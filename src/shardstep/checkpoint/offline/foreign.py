@@ -19,11 +19,11 @@ import torch
 from shardstep.checkpoint.contents import Contents, SavedModel, Stored
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.folder import read_json
-from shardstep.checkpoint.importing import canonical_names, import_state_dict, write_alone
+from shardstep.checkpoint.offline.importing import canonical_names, import_state_dict, write_alone
 from shardstep.checkpoint.safetensors import File, Source, Stages, Streamed, no_stages
 from shardstep.checkpoint.shelves import HF_INDEX, WEIGHTS, Shelves, made_by
-from shardstep.checkpoint.tree import encode
 from shardstep.plan import Box
+from shardstep.state.tree import encode
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardstep.buffers import fills_memory, flat, is_dense
-from shardstep.checkpoint.limits import MAX_DEPTH, is_counts, is_sizes
+from shardstep.state.limits import MAX_DEPTH, is_counts, is_sizes
 
 Node = list[Any]
 """A value in JSON: `["value", x]`, `["dict", [[key, node], ...]]`, `["list", [node, ...]]`,

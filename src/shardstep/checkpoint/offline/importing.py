@@ -21,13 +21,13 @@ from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import Job, saved_options, sort_out, write_out
 from shardstep.checkpoint.mastered import MASTER, joined
 from shardstep.checkpoint.names import canonical
-from shardstep.checkpoint.plain import OURS
 from shardstep.checkpoint.safetensors import Stages, no_stages
 from shardstep.checkpoint.shelves import Shelves, made_by, state_key, texts_of
-from shardstep.checkpoint.tree import encode, leaves, with_leaves
 from shardstep.comm import SoloComm
 from shardstep.mixture import full_name
 from shardstep.plan import Box
+from shardstep.state.plain import OURS
+from shardstep.state.tree import encode, leaves, with_leaves
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from shardstep.buffers import flat
-from shardstep.checkpoint.tree import Leaf, Node, decode, encode, leaves, with_leaves
 from shardstep.comm import Comm
 from shardstep.plan import Copy, Holding, Interval, ParamSpec, transfers
+from shardstep.state.tree import Leaf, Node, decode, encode, leaves, with_leaves
 
 CHUNK_NBYTES = 16 * 2**20
 

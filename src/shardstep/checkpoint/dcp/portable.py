@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.stand_in import StandIn
-from shardstep.checkpoint.tree import Node
+from shardstep.checkpoint.dcp.stand_in import StandIn
+from shardstep.state.tree import Node
 
 
 def portable(value: Any, started: bool = True) -> Any:
