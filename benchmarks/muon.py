@@ -24,7 +24,7 @@ import torch
 
 from shardstep.demo.gpt import GPT, GPT_17M
 from shardstep.describe import describe, parameters
-from shardstep.layouts import Layouts
+from shardstep.layout.choose import Layouts
 from shardstep.mixture import Mixture
 from shardstep.plan import ShardPlan
 from shardstep.shard import Shard

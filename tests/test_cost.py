@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import optim
 
 from shapes import gpt2_124m, llama3_8b
-from shardstep.cost import count, newton_schulz, step_cost
+from shardstep.layout.cost import count, newton_schulz, step_cost
 from shardstep.plan import ParamSpec, ShardPlan, share
 from test_plan import spec_lists, world_sizes
 

@@ -36,7 +36,7 @@ from shardstep.join import (
     provide_gradients,
     take_options,
 )
-from shardstep.layouts import Layouts
+from shardstep.layout.choose import Layouts
 from shardstep.local import LocalOptimizer, LocalState
 from shardstep.masters import Copies, Masters, Wide
 from shardstep.mixture import CLASS_KEY, Mixture, extras, names_a_class

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.buffers import flat
-from shardstep.layouts import ELEMENT_WISE
+from shardstep.layout.choose import ELEMENT_WISE
 from shardstep.mixture import Mixture
 from shardstep.plan import Interval, ParamSpec, ShardPlan
 

@@ -31,7 +31,7 @@ from shardstep.checkpoint.shelves import (
     value_key,
 )
 from shardstep.comm import SoloComm
-from shardstep.layouts import ELEMENT_WISE
+from shardstep.layout.choose import ELEMENT_WISE
 from shardstep.mixture import full_name
 from shardstep.plan import Box, Layout, ParamSpec, ShardPlan, boxes, contiguous
 from shardstep.state.tree import leaves

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardstep.unseen import unseen
+from shardstep.layout.unseen import unseen
 
 STEPS = 2
 """The first step may be a different one."""

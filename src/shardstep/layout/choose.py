@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardstep.cost import step_cost
+from shardstep.layout.cost import step_cost
+from shardstep.layout.probe import Verdict, probe
 from shardstep.mixture import CLASS_KEY, full_name, split_options
 from shardstep.plan import Layout, ParamSpec
-from shardstep.probe import Verdict, probe
 
 ELEMENT_WISE: frozenset[Any] = frozenset(
     {

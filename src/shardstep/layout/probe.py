@@ -30,9 +30,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardstep.plan import ALIGNMENT, Interval, Layout
-from shardstep.same import fits, same, same_bits
-from shardstep.trial import (
+from shardstep.layout.same import fits, same, same_bits
+from shardstep.layout.trial import (
     LARGE,
     OTHERS,
     NotTried,
@@ -44,7 +43,8 @@ from shardstep.trial import (
     start,
     trials,
 )
-from shardstep.unseen import unseen
+from shardstep.layout.unseen import unseen
+from shardstep.plan import ALIGNMENT, Interval, Layout
 
 Kind = Literal["element-wise", "per tensor", "coupled", "untried"]
 
