@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,9 +20,11 @@ from torch import nn
 
 from ranks import RankFailure, run_ranks
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.comm import CHUNK_NBYTES, Comm, GroupComm, SoloComm, connect
+from shardstep.comm import Comm, GroupComm, SoloComm, connect
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
+
+MIB = 2**20
 
 #: Lengths of the segments of ranks 0, 1, 2, ...; the first `world_size` of each are used.
 CUTS = {
@@ -32,7 +35,7 @@ CUTS = {
     "last empty": [64, 64, 64, 0],
     "more ranks than data": [0, 64, 0, 0],
     "nothing at all": [0, 0, 0, 0],
-    "several chunks, uneven": [3 * CHUNK_NBYTES // 2, 64, CHUNK_NBYTES, CHUNK_NBYTES + 1],
+    "long, uneven": [3 * MIB // 2, 64, MIB, MIB + 1],
 }
 
 
@@ -71,8 +74,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 # ----------------------------------------------------------------------------- all_gather
 
 
-def gather_one_by_one() -> None:
-    comm = connect(None)
+def gather_one_by_one(again: bool) -> None:
+    comm = connect(None).again() if again else connect(None)
     for seed, (case, lengths) in enumerate(CUTS.items()):
         for dtype in DTYPES:
             cuts = cuts_of(lengths, comm.world_size)
@@ -86,18 +89,21 @@ def gather_one_by_one() -> None:
             assert comm.ledger.nbytes_sent == {"all_gather": nbytes}, (case, dtype)
 
 
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_all_gather_fills_in_every_segment_and_counts_what_it_sent(world_size: int) -> None:
-    run_ranks(gather_one_by_one, world_size)
+def test_all_gather_fills_in_every_segment_and_counts_what_it_sent(
+    world_size: int, again: bool
+) -> None:
+    run_ranks(gather_one_by_one, world_size, again)
 
 
-def gather_many_at_once() -> None:
-    comm = connect(None)
+def gather_many_at_once(again: bool) -> None:
+    comm = connect(None).again() if again else connect(None)
     flying = []
     for seed in range(20):
         for case, lengths in CUTS.items():
             dtype = DTYPES[seed % len(DTYPES)]
-            if lengths[0] > CHUNK_NBYTES and seed > 2:
+            if lengths[0] > MIB and seed > 2:
                 continue
             cuts = cuts_of(lengths, comm.world_size)
             buffer, expected = make_buffer(comm, dtype, cuts, seed)
@@ -108,9 +114,37 @@ def gather_many_at_once() -> None:
         assert same_bits(buffer, expected), case
 
 
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_many_gathers_in_flight_do_not_take_each_other_s_bytes(world_size: int) -> None:
-    run_ranks(gather_many_at_once, world_size)
+def test_many_gathers_in_flight_do_not_take_each_other_s_bytes(
+    world_size: int, again: bool
+) -> None:
+    run_ranks(gather_many_at_once, world_size, again)
+
+
+def directions_of_each_group() -> list[set[bool]]:
+    """For each group that exchanges were sent in, whether they went to higher ranks."""
+    comm = connect(None).again()
+    upwards: dict[dist.ProcessGroup, set[bool]] = {}
+    isend = dist.isend
+
+    def watched(data: torch.Tensor, *, group: dist.ProcessGroup, group_dst: int, tag: int) -> Any:
+        upwards.setdefault(group, set()).add(group_dst > comm.group_rank)
+        return isend(data, group=group, group_dst=group_dst, tag=tag)
+
+    cuts = range(0, 64 * comm.world_size + 1, 64)
+    with mock.patch.object(dist, "isend", watched):
+        comm.all_gather(torch.zeros(cuts[-1]), cuts).wait()
+        comm.reduce_scatter(torch.zeros(cuts[-1]), cuts, torch.zeros(64)).wait()
+    return list(upwards.values())
+
+
+def test_a_connection_carries_data_in_one_direction() -> None:
+    assert run_ranks(directions_of_each_group, 3) == [
+        [{True}],
+        [{True}, {False}],
+        [{False}],
+    ]
 
 
 def gather_with_range_cuts() -> None:

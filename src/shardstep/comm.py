@@ -6,13 +6,22 @@ counts what it sends. There are two: `SoloComm` for one rank, and `GroupComm` ov
 A `GroupComm` has one of two ways for each kind of device:
 
 - the collective way (NCCL and its like): the backend's own all-gather and reduce-scatter;
-- the exchange way (Gloo): every rank sends segments straight to the ranks that want them, in
-  messages of at most `CHUNK_NBYTES`, all in flight. Gloo's own large messages use a link in one
-  direction at a time; small ones keep both directions busy. And Gloo's own reduce-scatter sends as
-  much as an all-reduce; here each rank adds up the contributions to its segment itself, in rank
-  order, so that the sum is the same from run to run.
+- the exchange way (Gloo): every rank sends segments straight to the ranks that want them, all in
+  flight. Gloo's own reduce-scatter sends as much as an all-reduce; here each rank adds up the
+  contributions to its segment itself, in rank order, so that the sum is the same from run to run.
 
 A buffer whose device the backend cannot reach is staged through one that it can.
+
+Note [A connection for each direction]
+
+Two ranks that exchange segments in one Gloo group share one socket for both directions. That costs
+twice. Gloo sends a message only when the receiver has said that it is ready, and says so on the
+same socket: behind the data that is already queued there, so that the other direction stands still
+until those have left. And the thread that calls `isend` writes under the connection's lock, while
+Gloo's own thread, which has data to read from the same connection, tries the lock again and again
+until it is free: where ranks have a core each, that core's time is lost to computing. So a
+communication made by `again` has two groups: messages to higher ranks travel in one, messages to
+lower ranks in the other, and each socket carries data one way and only such notices the other way.
 """
 
 from __future__ import annotations
@@ -28,10 +37,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-
-CHUNK_NBYTES = 1 << 20
-
-_TAGS_PER_EXCHANGE = 1 << 16
 
 # torch 2.13 renames these and warns about the old names; 2.11 knows only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -219,11 +224,18 @@ class GroupComm:
     Args:
         group: the process group; this rank has to be a member of it.
         device: the accelerator to stage through, where that is needed; the current one if None.
+        downwards: a group of the same ranks for messages to lower ranks; `group` itself if None.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device | None = None,
+        downwards: dist.ProcessGroup | None = None,
+    ) -> None:
         self._device = device
         self.group: dist.ProcessGroup = group
+        self._downwards = group if downwards is None else downwards
         self.group_rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.ledger = Ledger()
@@ -306,24 +318,26 @@ class GroupComm:
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
     ) -> list[Any]:
         """Send `outgoing[r]` to rank r and receive `incoming[r]` from it, all in flight at once."""
-        works: list[Any] = []
+        rank, size = self.group_rank, self.world_size
         # Each rank starts with another peer, so that nobody is everybody's first.
-        for distance in range(1, self.world_size):
-            source = (self.group_rank - distance) % self.world_size
-            works += [
-                dist.irecv(chunk, group=self.group, group_src=source, tag=self._tag + number)
-                for number, chunk in enumerate(_chunks(incoming[source]))
-            ]
-        for distance in range(1, self.world_size):
-            target = (self.group_rank + distance) % self.world_size
-            works += [
-                dist.isend(chunk, group=self.group, group_dst=target, tag=self._tag + number)
-                for number, chunk in enumerate(_chunks(outgoing[target]))
-            ]
-        # Both ranks of a pair number their messages alike: the longest there can be is not known
-        # to both, but how many exchanges there were is.
-        self._tag = (self._tag + _TAGS_PER_EXCHANGE) % (1 << 30)
+        sources = [(rank - distance) % size for distance in range(1, size)]
+        targets = [(rank + distance) % size for distance in range(1, size)]
+        works: list[Any] = [
+            dist.irecv(incoming[peer], group=self._way(peer, rank), group_src=peer, tag=self._tag)
+            for peer in sources
+            if incoming[peer].numel()
+        ]
+        works += [
+            dist.isend(outgoing[peer], group=self._way(rank, peer), group_dst=peer, tag=self._tag)
+            for peer in targets
+            if outgoing[peer].numel()
+        ]
+        self._tag = (self._tag + 1) % (1 << 30)
         return works
+
+    def _way(self, source: int, target: int) -> dist.ProcessGroup:
+        """See Note [A connection for each direction]."""
+        return self.group if source < target else self._downwards
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's `payload`. Called on every rank."""
@@ -400,10 +414,7 @@ class GroupComm:
 
         Called on every rank of the group, and on no other.
         """
-        options: dict[str, Any] = {
-            "backend": backend or dist.get_backend_config(self.group),
-            "timeout": self._timeout(),
-        }
+        options: dict[str, Any] = {"timeout": self._timeout()}
         ranks = None
         if self.group is not dist.group.WORLD:
             self._check_names()
@@ -412,7 +423,13 @@ class GroupComm:
             options["use_local_synchronization"] = True
             if ranks != sorted(ranks):
                 options["sort_ranks"] = False  # the order is the group's own; torch 2.12 and later
-        comm = GroupComm(dist.new_group(ranks, **options), self._device)
+        own = dist.get_backend_config(self.group)
+        group = dist.new_group(ranks, backend=backend or own, **options)
+        downwards = None
+        exchanges = self._exchanges(self._wire_device(self._device or torch.device("cpu")))
+        if exchanges and backend is None:
+            downwards = dist.new_group(ranks, backend="gloo", **options)
+        comm = GroupComm(group, self._device, downwards)
         assert comm.group_rank == self.group_rank
         return comm
 
@@ -456,11 +473,6 @@ def _add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         total.add_(part)
     if total is not out:
         out.copy_(total)
-
-
-def _chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:
-    for start in range(0, data.numel(), CHUNK_NBYTES):
-        yield data[start : start + CHUNK_NBYTES]
 
 
 def connect(process_group: dist.ProcessGroup | None, near: Sequence[torch.Tensor] = ()) -> Comm:
