@@ -25,7 +25,7 @@ test: $(READY)  ## run the tests, with coverage of every rank
 	$(BIN)/python -m coverage report --fail-under=95
 
 test-slow: $(READY)  ## run the tests that take minutes: many iterations under load
-	$(BIN)/python -m pytest -m slow tests
+	$(BIN)/python -m pytest -n 2 -m slow tests
 
 check: $(READY)  ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -2,13 +2,57 @@
 
 ``tests/`` is importable through ``pythonpath`` in pyproject.toml, where every test also has its
 timeout; ``--strict-config`` makes that an error rather than nothing without pytest-timeout.
+
+It also says which tests are long ones, beside those that are marked so where they stand: what runs
+at two ranks in the fast suite runs at three and four in the long one, and so do variations of a fast
+test that take many seconds.
 """
 
 import os
+import re
 
 # Before torch is imported, since OpenMP reads it then; the ranks of a test inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+#: Files whose tests have the number of ranks among their parameters.
+BY_RANKS = {
+    "test_checkpoint.py",
+    "test_checkpoint_fit.py",
+    "test_checkpoint_precision.py",
+    "test_comm.py",
+    "test_ddp_hooks.py",
+    "test_option_database.py",
+    "test_parity.py",
+    "test_precision_parity.py",
+    "test_state_dict.py",
+    "test_trainability.py",
+    "test_zero2_clip.py",
+    "test_zero2_join.py",
+}
+
+LONG = re.compile(
+    r"test_a_program_that_ends_finishes_its_save"
+    r"|test_an_interrupt_leaves_no_rank_behind"
+    r"|test_a_rank_that_dies_silently_is_named"
+    r"|test_communication_that_overlaps_the_model_may_be_late_and_in_any_order\[2-whole"
+    r"|test_compiled_before_after_or_in_place_equals_not_compiled_to_the_bit\[aot_eager\]"
+    r"|test_holding_back_clearing_and_giving_up_gradients_equals_ddp_to_the_bit\[False\]"
+    r"|test_after_a_failure_anywhere_and_zero_grad_training_goes_on_with_the_right_numbers\[False\]"
+    r"|test_memory_does_not_grow_with_the_checkpoint"
+    r"|test_names_from_inside_of_wrappers_are_known\[nested-True\]"
+    r"|test_plans_do_not_depend_on_the_hash_seed"
+    r"|test_two_ranks_equal_ddp_at_every_step_to_the_bit\[SGD\]"
+    r"|test_what_is_damaged_is_refused_by_name\[contents\]"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        more_ranks = item.path.name in BY_RANKS and re.search(r"[\[-][34](?=[\]-])", item.name)
+        if more_ranks or LONG.match(item.name):
+            item.add_marker(pytest.mark.slow)
