@@ -59,6 +59,7 @@ class Mixture(Optimizer):
 
     Attributes:
         parts: the optimizers, in the order of their first groups.
+        classes: for each group, the class it names; None for the default class.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)
@@ -75,9 +76,11 @@ class Mixture(Optimizer):
     """
 
     parts: list[Optimizer]
+    classes: list[Make | None]
 
     def __init__(self, params: Any, optimizer_class: Make, **defaults: Any) -> None:
         self.parts = []
+        self.classes = []
         self._part_of: list[int] = []
         self._common: int | None = None
         self._make_common: Make = lambda groups: optimizer_class(groups, **defaults)
@@ -120,6 +123,7 @@ class Mixture(Optimizer):
             else:
                 self.parts[self._common].add_param_group(group)
             self._part_of.append(self._common)
+            self.classes.append(None)
             common: Group = self.parts[self._common].param_groups[-1]
             return common
         if isinstance(given, str) or not callable(given):
@@ -130,8 +134,9 @@ class Mixture(Optimizer):
         mine: Group = {k: v for k, v in group.items() if k in ("params", "param_names")}
         part = given([{**mine, **rest}], **called)
         part.param_groups[0][CLASS_KEY] = full_name(given)
-        self._part_of.append(len(self.parts))
         self._join(part)
+        self._part_of.append(len(self.parts) - 1)
+        self.classes.append(given)
         taken: Group = part.param_groups[0]
         return taken
 
@@ -140,6 +145,12 @@ class Mixture(Optimizer):
             raise ValueError(
                 "optimizer_class has to make a torch.optim.Optimizer, but it made a "
                 f"{type(part).__name__}"
+            )
+        if extras(part):
+            raise ValueError(
+                f"{type(part).__name__} keeps {', '.join(map(repr, extras(part)))} in its state "
+                "dict, which belongs to no parameter and which several classes in one optimizer "
+                "cannot share; use it alone"
             )
         self._state.update(part.state)  # some classes make their state when they are made
         part.state = self._state
@@ -177,15 +188,33 @@ class Mixture(Optimizer):
                 f"optimizer has groups of lengths {ours}"
             )
         check_classes(saved, self.param_groups)
+        known = {identifier for group in saved for identifier in group["params"]}
+        if loose := [key for key in state_dict["state"] if key not in known]:
+            raise ValueError(
+                f"the loaded state dict has state {loose[0]!r}, which belongs to no parameter: "
+                "which of several classes it is for cannot be known"
+            )
         merged: Any = defaultdict(dict)
+        before = [dict(vars(part)) for part in self.parts]
+        try:
+            for number, part in enumerate(self.parts):
+                part.state = defaultdict(dict)
+                part.load_state_dict(_part_of_state_dict(state_dict, self._groups_of(number)))
+                merged.update(part.state)
+        except BaseException:
+            # A part that is left with the state it was loading would go on from that, or from
+            # zero, while the others go on from theirs.
+            for part, attributes in zip(self.parts, before, strict=True):
+                vars(part).clear()
+                vars(part).update(attributes)
+            raise
         for number, part in enumerate(self.parts):
-            mine = [group for group, owner in enumerate(self._part_of) if owner == number]
-            part.state = defaultdict(dict)
-            part.load_state_dict(_part_of_state_dict(state_dict, mine))
-            merged.update(part.state)
-            for group, loaded in zip(mine, part.param_groups, strict=True):
+            for group, loaded in zip(self._groups_of(number), part.param_groups, strict=True):
                 self.param_groups[group] = loaded
         self.state = merged
+
+    def _groups_of(self, part: int) -> list[int]:
+        return [group for group, owner in enumerate(self._part_of) if owner == part]
 
 
 def check_classes(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
