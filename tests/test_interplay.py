@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from pathlib import Path
@@ -255,3 +256,138 @@ def test_a_class_that_counts_its_steps_is_refused_bucket_by_bucket_within_a_mixt
 def test_steps_that_were_taken_bucket_by_bucket_were_taken() -> None:
     """A checkpoint says whether there were any."""
     assert run_ranks(step_by_bucket, 2, optim.Muon) == [True, True]
+
+
+# ------------------------------------------------------- classes, groups and masters that change
+
+
+def one_class_loads_two() -> None:
+    model, opt = mixture(torch.float32)
+    steps(model, opt, range(2))
+    saved = from_rank_0(opt)
+    other = ZeroRedundancyOptimizer([{"params": g["params"]} for g in mixed(net())], optim.AdamW)
+    other.load_state_dict(saved)
+
+
+def test_a_dict_of_several_classes_is_refused_by_an_optimizer_of_one() -> None:
+    raises_on_every_rank(one_class_loads_two, 2, ValueError, match=r"group 0 .*Muon.*adamw\.AdamW")
+
+
+def test_a_class_is_known_by_its_name_within_a_partial_too() -> None:
+    def make(optimizer_class: Any) -> Mixture:
+        groups = mixed(net(), functools.partial(optimizer_class, lr=0.1))
+        return Mixture(groups, optim.AdamW)
+
+    with pytest.raises(ValueError, match=r"group 0 .*Muon.*SGD"):
+        make(optim.SGD).load_state_dict(make(optim.Muon).state_dict())
+
+
+def add_what_is_refused() -> list[Any]:
+    results = []
+    for refused in (False, True):
+        model, opt = mixture()
+        steps(model, opt, range(2))
+        more = nn.Parameter(torch.ones(9, 9))
+        plan = opt.plan
+        if refused:
+            for cls in (optim.Adam, optim.AdamW, optim.Muon):
+                with pytest.raises((ValueError, RuntimeError), match="rate"):
+                    opt.add_param_group({"params": [more], "optimizer_class": cls, "lr": -1.0})
+                assert opt.plan is plan
+        opt.add_param_group({"params": [more], "optimizer_class": optim.Adam, "lr": 0.1})
+        more.grad = torch.ones(9, 9)
+        steps(model, opt, range(2, 4))
+        results.append([more.detach(), *copies(model.parameters())])
+    return differing(*results)
+
+
+def test_a_group_whose_class_refuses_its_options_changes_nothing() -> None:
+    assert run_ranks(add_what_is_refused, 2) == [[], []]
+
+
+def unfreeze_after_loading(root: Path, way: str) -> list[Any]:
+    """The first parameter trains, is frozen, and then a checkpoint is made."""
+    reference = net()
+    first = next(reference.parameters())
+    opt = adamw(reference)
+    steps(reference, opt, range(3))
+    first.requires_grad_(False)
+    steps(reference, opt, range(3, 5))
+    ckpt.save(root / "saved", opt, reference)
+    saved, values = from_rank_0(opt), copies(reference.parameters())
+    first.requires_grad_(True)
+    steps(reference, opt, range(5, 8))
+    model = net()
+    next(model.parameters()).requires_grad_(False)
+    opt = adamw(model)
+    if way == "native":
+        ckpt.load(root / "saved", opt, model)
+    else:
+        opt.load_state_dict(saved)
+        for param, value in zip(model.parameters(), values, strict=True):
+            param.data.copy_(value)
+    next(model.parameters()).requires_grad_(True)
+    steps(model, opt, range(5, 8))
+    return differing(list(reference.parameters()), list(model.parameters()))
+
+
+@pytest.mark.parametrize("way", ["native", "dict"])
+def test_a_parameter_that_is_frozen_when_its_state_is_loaded_has_it_in_fp32(
+    tmp_path: Path, way: str
+) -> None:
+    """Its state and its master are those of one that had trained in 32 bits."""
+    assert run_ranks(unfreeze_after_loading, 2, tmp_path, way) == [[], []]
+
+
+# --------------------------------------------------------------------------- reports and masters
+
+
+def reported(reduce_dtype: torch.dtype | None, frozen: bool) -> dict[str, Any]:
+    model = net()
+    next(model.parameters()).requires_grad_(not frozen)
+    policy = MixedPrecision(reduce_dtype=reduce_dtype)
+    opt = ZeroRedundancyOptimizer(
+        model.parameters(), optim.AdamW, module=model, precision=policy, bucket_bytes=1
+    )
+    ledgers = [opt._comm.ledger, opt._gather_comm.ledger]
+
+    def sent_so_far() -> list[int]:
+        kinds = ("reduce_scatter", "all_gather")
+        return [sum(ledger.nbytes_sent[kind] for kind in kinds) for ledger in ledgers]
+
+    start = sent_so_far()
+    model(torch.ones(2, 30, dtype=torch.bfloat16)).sum().backward()
+    opt.step()
+    opt._gather.land()
+    sent = [now - before for now, before in zip(sent_so_far(), start, strict=True)]
+    report = opt.report()
+    masters = {m.untyped_storage().data_ptr(): m for m in opt._masters().values()}
+    shards = [lane.shard for lane in opt._gradients._lanes]  # type: ignore[attr-defined]
+    return {
+        "sent": ([report.reduce_nbytes, report.gather_nbytes], sent),
+        "masters": (
+            report.master_nbytes,
+            sum(master.untyped_storage().nbytes() for master in masters.values()),
+        ),
+        "gradients": (report.gradient_nbytes, sum(shard.nbytes for shard in shards)),
+        "text": str(report),
+    }
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_a_report_counts_masters_and_what_travels_in_another_dtype(
+    reduce_dtype: torch.dtype | None, frozen: bool
+) -> None:
+    for report in run_ranks(reported, 2, reduce_dtype, frozen):
+        said, counted = report["sent"]
+        assert said[1] == counted[1]
+        # Which parameters had a gradient travels along.
+        assert said[0] <= counted[0] <= said[0] + 512
+        assert report["masters"][0] == report["masters"][1] > 0
+        assert "masters" in report["text"]
+
+
+def test_a_report_of_one_rank_counts_its_gradients_once() -> None:
+    said, held = reported(None, frozen=False)["gradients"]
+    assert said == held > 0

@@ -109,19 +109,36 @@ class LocalOptimizer:
             groups.append({**options, "params": list(own.values())})
             copies.update(own)
             start += len(group["params"])
-        devices = {copy.device for copy in copies.values()} or {torch.device("cpu")}
-        with contextlib.ExitStack() as stack:
-            for part in self._parts():
-                for device in sorted(devices, key=str):
-                    stack.enter_context(unseen(type(part), device))
+        with self._unseen(list(copies.values())):
             twin = self._make(groups)
             twin.step()
         states = {index: twin.state[copy] for index, copy in copies.items() if twin.state.get(copy)}
         return states, _loose(twin)
 
-    def _parts(self) -> list[Optimizer]:
-        """The optimizers of which each has one class."""
-        return self.optim.parts if isinstance(self.optim, Mixture) else [self.optim]
+    def try_group(self, group: Mapping[str, Any]) -> None:
+        """Find out whether an optimizer can have a group like this, before it is given one.
+
+        Raises:
+            Exception: what the class raises if not.
+        """
+        # Of the parameters' form, but without their memory.
+        params = [
+            torch.nn.Parameter(param.detach().new_zeros(()).expand(param.shape))
+            for param in group["params"]
+        ]
+        with self._unseen(params):
+            self._make([{**group, "params": params}])
+
+    @contextlib.contextmanager
+    def _unseen(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """While this lasts, what is done with the optimizer's classes leaves no trace."""
+        parts = self.optim.parts if isinstance(self.optim, Mixture) else [self.optim]
+        devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
+        with contextlib.ExitStack() as stack:
+            for part in parts:
+                for device in sorted(devices, key=str):
+                    stack.enter_context(unseen(type(part), device))
+            yield
 
     def loose_state(self) -> dict[Any, Any]:
         """State that belongs to no parameter."""

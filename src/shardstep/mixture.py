@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ def names_a_class(groups: Sequence[Mapping[str, Any]]) -> bool:
 
 def full_name(optimizer_class: Any) -> str:
     """What a class is called in groups and state dicts."""
+    while isinstance(optimizer_class, functools.partial):
+        optimizer_class = optimizer_class.func
     if isinstance(optimizer_class, str):
         return optimizer_class
     where = getattr(optimizer_class, "__module__", "")
@@ -229,6 +232,16 @@ def check_classes(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[s
                 f"group {number} of the loaded state dict is of class {there[CLASS_KEY]}, but of "
                 f"class {here[CLASS_KEY]} in this optimizer; construct it with the same classes"
             )
+
+
+def of_one_class(saved: Sequence[Mapping[str, Any]], optimizer_class: type) -> list[Group]:
+    """Saved groups for an optimizer of one class, which does not name it in its groups.
+
+    Raises:
+        ValueError: if they name another one. Groups that name none are taken.
+    """
+    check_classes(saved, [{CLASS_KEY: full_name(optimizer_class)}] * len(saved))
+    return [{key: value for key, value in each.items() if key != CLASS_KEY} for each in saved]
 
 
 def split_state_dict(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
