@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from shardstep.agree import agree
 from shardstep.describe import describe_options
 from shardstep.gradients import part_of
+from shardstep.mixture import Mixture
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.placeholder import ShardedGrad
 from shardstep.reduce import ShardedGradients, _Round, at_end_of_backward
@@ -344,6 +345,7 @@ class _BucketStepper:
             self._step_next()
         self._begun = False
         zero = self._zero
+        zero._stepped = True
         zero._shard.end()
         zero._gather.launch([number for number, missing in enumerate(self._missing) if missing])
         zero._local.publish_options()
@@ -364,7 +366,10 @@ class _BucketStepper:
 
 def _counts(optim: Optimizer) -> list[str]:
     """What an optimizer keeps beside the state of its tensors and may count steps in."""
-    numbers = {key: v for key, v in vars(optim).items() if type(v) in (int, float)}
+    parts = optim.parts if isinstance(optim, Mixture) else [optim]
+    numbers = [
+        {key: v for key, v in vars(part).items() if type(v) in (int, float)} for part in parts
+    ]
     loose = {key: v for key, v in optim.state.items() if not isinstance(key, torch.Tensor)}
     return [*describe_options(optim.param_groups), repr(numbers), repr(loose)]
 

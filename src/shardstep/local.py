@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardstep.mixture import CLASS_KEY
+from shardstep.layout.unseen import unseen
+from shardstep.mixture import CLASS_KEY, Mixture
 from shardstep.shard import Shard
 
 _PER_PARAMETER = {"params", "param_names"}
@@ -85,12 +87,13 @@ class LocalOptimizer:
 
         Another optimizer of the same class takes one step with zero gradients, on copies of this
         rank's pieces of them. What it makes tells the form of the state, not its values.
-        Parameters, state, options and random numbers are as before.
+        Parameters, state, options and random numbers are as before, and nobody's hooks are called.
         """
         groups: Groups = []
         copies: dict[int, torch.Tensor] = {}
         start = 0
-        for group in self._exposed:
+        classes = self.optim.classes if isinstance(self.optim, Mixture) else None
+        for number, group in enumerate(self._exposed):
             held = self._shard.in_group(range(start, start + len(group["params"])))
             own = {index: _copy(tensor) for index, tensor in held if index in params}
             options = {
@@ -100,18 +103,42 @@ class LocalOptimizer:
             }
             if "param_names" in group:
                 options["param_names"] = [group["param_names"][index - start] for index in own]
+            if classes is not None:
+                # The group has the name of its class, of which no optimizer can be made.
+                options[CLASS_KEY] = classes[number]
             groups.append({**options, "params": list(own.values())})
             copies.update(own)
             start += len(group["params"])
-        elsewhere = {copy.device for copy in copies.values() if copy.device.type != "cpu"}
-        kind = next(iter(elsewhere)).type if elsewhere else "cuda"
-        with torch.random.fork_rng(
-            [device.index for device in elsewhere if device.type == kind], device_type=kind
-        ):
+        with self._unseen(list(copies.values())):
             twin = self._make(groups)
             twin.step()
         states = {index: twin.state[copy] for index, copy in copies.items() if twin.state.get(copy)}
         return states, _loose(twin)
+
+    def try_group(self, group: Mapping[str, Any]) -> None:
+        """Find out whether an optimizer can have a group like this, before it is given one.
+
+        Raises:
+            Exception: what the class raises if not.
+        """
+        # Of the parameters' form, but without their memory.
+        params = [
+            torch.nn.Parameter(param.detach().new_zeros(()).expand(param.shape))
+            for param in group["params"]
+        ]
+        with self._unseen(params):
+            self._make([{**group, "params": params}])
+
+    @contextlib.contextmanager
+    def _unseen(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """While this lasts, what is done with the optimizer's classes leaves no trace."""
+        parts = self.optim.parts if isinstance(self.optim, Mixture) else [self.optim]
+        devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
+        with contextlib.ExitStack() as stack:
+            for part in parts:
+                for device in sorted(devices, key=str):
+                    stack.enter_context(unseen(type(part), device))
+            yield
 
     def loose_state(self) -> dict[Any, Any]:
         """State that belongs to no parameter."""

@@ -37,6 +37,10 @@ class Wide(Protocol):
     def __contains__(self, param: object) -> bool:
         """Whether this rank's piece of the parameter with this number has one."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them, while they are there."""
+
     def place(self, piece: Piece) -> torch.Tensor:
         """Where the optimizer's tensor for `piece` lies: flat, or in the parameter's shape."""
 
@@ -109,6 +113,14 @@ class _Laid:
 
     def __contains__(self, param: object) -> bool:
         return param in self._found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, while they are there."""
+        return sum(
+            stretch.numel * self._dtypes[stretch.pieces[0].param].itemsize
+            for stretch in self._stretches
+        )
 
     def _allocate(self, stretch: _Stretch) -> torch.Tensor:
         first = stretch.pieces[0].param

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ def names_a_class(groups: Sequence[Mapping[str, Any]]) -> bool:
 
 def full_name(optimizer_class: Any) -> str:
     """What a class is called in groups and state dicts."""
+    while isinstance(optimizer_class, functools.partial):
+        optimizer_class = optimizer_class.func
     if isinstance(optimizer_class, str):
         return optimizer_class
     where = getattr(optimizer_class, "__module__", "")
@@ -59,6 +62,7 @@ class Mixture(Optimizer):
 
     Attributes:
         parts: the optimizers, in the order of their first groups.
+        classes: for each group, the class it names; None for the default class.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)
@@ -75,9 +79,11 @@ class Mixture(Optimizer):
     """
 
     parts: list[Optimizer]
+    classes: list[Make | None]
 
     def __init__(self, params: Any, optimizer_class: Make, **defaults: Any) -> None:
         self.parts = []
+        self.classes = []
         self._part_of: list[int] = []
         self._common: int | None = None
         self._make_common: Make = lambda groups: optimizer_class(groups, **defaults)
@@ -120,6 +126,7 @@ class Mixture(Optimizer):
             else:
                 self.parts[self._common].add_param_group(group)
             self._part_of.append(self._common)
+            self.classes.append(None)
             common: Group = self.parts[self._common].param_groups[-1]
             return common
         if isinstance(given, str) or not callable(given):
@@ -130,8 +137,9 @@ class Mixture(Optimizer):
         mine: Group = {k: v for k, v in group.items() if k in ("params", "param_names")}
         part = given([{**mine, **rest}], **called)
         part.param_groups[0][CLASS_KEY] = full_name(given)
-        self._part_of.append(len(self.parts))
         self._join(part)
+        self._part_of.append(len(self.parts) - 1)
+        self.classes.append(given)
         taken: Group = part.param_groups[0]
         return taken
 
@@ -140,6 +148,12 @@ class Mixture(Optimizer):
             raise ValueError(
                 "optimizer_class has to make a torch.optim.Optimizer, but it made a "
                 f"{type(part).__name__}"
+            )
+        if extras(part):
+            raise ValueError(
+                f"{type(part).__name__} keeps {', '.join(map(repr, extras(part)))} in its state "
+                "dict, which belongs to no parameter and which several classes in one optimizer "
+                "cannot share; use it alone"
             )
         self._state.update(part.state)  # some classes make their state when they are made
         part.state = self._state
@@ -177,15 +191,33 @@ class Mixture(Optimizer):
                 f"optimizer has groups of lengths {ours}"
             )
         check_classes(saved, self.param_groups)
+        known = {identifier for group in saved for identifier in group["params"]}
+        if loose := [key for key in state_dict["state"] if key not in known]:
+            raise ValueError(
+                f"the loaded state dict has state {loose[0]!r}, which belongs to no parameter: "
+                "which of several classes it is for cannot be known"
+            )
         merged: Any = defaultdict(dict)
+        before = [dict(vars(part)) for part in self.parts]
+        try:
+            for number, part in enumerate(self.parts):
+                part.state = defaultdict(dict)
+                part.load_state_dict(_part_of_state_dict(state_dict, self._groups_of(number)))
+                merged.update(part.state)
+        except BaseException:
+            # A part that is left with the state it was loading would go on from that, or from
+            # zero, while the others go on from theirs.
+            for part, attributes in zip(self.parts, before, strict=True):
+                vars(part).clear()
+                vars(part).update(attributes)
+            raise
         for number, part in enumerate(self.parts):
-            mine = [group for group, owner in enumerate(self._part_of) if owner == number]
-            part.state = defaultdict(dict)
-            part.load_state_dict(_part_of_state_dict(state_dict, mine))
-            merged.update(part.state)
-            for group, loaded in zip(mine, part.param_groups, strict=True):
+            for group, loaded in zip(self._groups_of(number), part.param_groups, strict=True):
                 self.param_groups[group] = loaded
         self.state = merged
+
+    def _groups_of(self, part: int) -> list[int]:
+        return [group for group, owner in enumerate(self._part_of) if owner == part]
 
 
 def check_classes(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -200,6 +232,16 @@ def check_classes(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[s
                 f"group {number} of the loaded state dict is of class {there[CLASS_KEY]}, but of "
                 f"class {here[CLASS_KEY]} in this optimizer; construct it with the same classes"
             )
+
+
+def of_one_class(saved: Sequence[Mapping[str, Any]], optimizer_class: type) -> list[Group]:
+    """Saved groups for an optimizer of one class, which does not name it in its groups.
+
+    Raises:
+        ValueError: if they name another one. Groups that name none are taken.
+    """
+    check_classes(saved, [{CLASS_KEY: full_name(optimizer_class)}] * len(saved))
+    return [{key: value for key, value in each.items() if key != CLASS_KEY} for each in saved]
 
 
 def split_state_dict(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

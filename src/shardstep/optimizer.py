@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -49,7 +49,14 @@ from shardstep.shard import Shard
 from shardstep.state.exchange import move_state
 from shardstep.state.gaps import warn_of_gaps
 from shardstep.state.outside import numbered
-from shardstep.state.plain import OURS, install, load_share, masters_in, pack_groups
+from shardstep.state.plain import (
+    OURS,
+    described_in,
+    install,
+    load_share,
+    masters_in,
+    pack_groups,
+)
 from shardstep.state.tree import Leaf
 
 logger = logging.getLogger(__name__)
@@ -402,6 +409,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 )
             super(ZeroRedundancyOptimizer, self).add_param_group(param_group)
             plan, lines = self._plan_now()
+            self._local.try_group(self.param_groups[-1])
             return plan, describe_options(self.param_groups[-1:]) + lines
 
         try:
@@ -686,8 +694,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._plan,
             self._layouts.explain(self.param_groups),
             self.optim.state.values(),
+            self._shard.wide_nbytes,
             self._gradients.nbytes,
-            self._reducer is not None,
+            self._precision.wire_dtype if self._reducer is not None else None,
         )
 
     def detach(self) -> None:
@@ -834,6 +843,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         else:
             names = [spec.name for spec in self._plan.specs]
             state_dict = dict(numbered(state_dict, self.param_groups, names))
+            self._widen(described_in(state_dict, self.param_groups))
             masters = masters_in(state_dict, self.param_groups, self._plan, self.rank)
             present = load_share(
                 state_dict,
@@ -848,6 +858,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         warn_of_gaps(self._local, self._plan, self.rank, present)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _widen(self, params: Iterable[int]) -> None:
+        """Let these, which are about to be given state, have masters if they ever may.
+
+        Called on every rank, with the same parameters. Those that train have them. State of one
+        that was frozen from the start is that of its master too, and must not be cast to 16 bits.
+        """
+        specs = self._plan.specs
+        more = {
+            index
+            for index in params
+            if self._precision.step_dtype(specs[index].dtype) != specs[index].dtype
+        }
+        if not more <= self._widened:
+            self._widened |= more
+            self._replan("loading state of frozen parameters", self._plan_now)
 
     def _masters(self) -> dict[int, torch.Tensor]:
         """This rank's masters, by number of the parameter; empty if there are none.

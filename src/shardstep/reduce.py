@@ -218,10 +218,10 @@ class ShardedGradients:
     @property
     def nbytes(self) -> int:
         """Bytes of the reduced gradient and of the buffers it passes through."""
-        storages = {lane.buffer.untyped_storage().data_ptr(): lane.buffer for lane in self._lanes}
-        return sum(lane.shard.nbytes for lane in self._lanes) + sum(
-            buffer.untyped_storage().nbytes() for buffer in storages.values()
-        )
+        # Buckets share buffers, and one rank packs gradients where it keeps them.
+        tensors = [tensor for lane in self._lanes for tensor in (lane.buffer, lane.shard)]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     # ---------------------------------------------------------------------------------- a round
 

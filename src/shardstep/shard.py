@@ -114,6 +114,11 @@ class Shard:
         """
         return self._wide.values()
 
+    @property
+    def wide_nbytes(self) -> int:
+        """Bytes of the tensors of a wider dtype, while they are there."""
+        return self._wide.nbytes
+
     def take_masters(self, masters: Mapping[int, torch.Tensor] | None) -> None:
         """Copy these into the masters of the pieces that have one; None: make them anew."""
         self._wide.take(masters)

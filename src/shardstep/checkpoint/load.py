@@ -30,7 +30,7 @@ from shardstep.checkpoint.mastered import parted
 from shardstep.checkpoint.match import Match, some, summary
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.comm import Comm
-from shardstep.mixture import Mixture
+from shardstep.mixture import CLASS_KEY, Mixture
 from shardstep.plan import Box, Interval, ParamSpec, boxes
 from shardstep.state.plain import install
 from shardstep.state.tree import Leaf
@@ -103,6 +103,8 @@ def load(
             needed = _files_needed(checkpoint, states, model is not None)
             mine = needed[comm.group_rank :: comm.world_size]
             together(comm, what, lambda: checkpoint.verify(mine))
+        if optimizer is not None:
+            optimizer._widen(index for index, param in match.found.items() if param.state)
         loading = _Loading(match)
         together(comm, what, loading.read)
         loading.install(what)
@@ -283,6 +285,8 @@ class _Loading:
         first = 0
         for mine, options in zip(optimizer.param_groups, self.groups, strict=True):
             last = first + len(mine["params"])
+            if not isinstance(local, Mixture):
+                options.pop(CLASS_KEY, None)
             groups.append({**mine, **options, "params": list(range(first, last))})
             first = last
         plan = optimizer.plan

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from shardstep.plan.plan import ShardPlan
 
@@ -26,14 +29,24 @@ class Share:
     reduce_nbytes_sent: int
 
 
-def share(plan: ShardPlan, group_rank: int) -> Share:
-    """What `group_rank` holds and sends under `plan`."""
+def share(
+    plan: ShardPlan,
+    group_rank: int,
+    wire_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
+) -> Share:
+    """What `group_rank` holds and sends under `plan`.
+
+    Args:
+        plan: the placement.
+        group_rank: which rank.
+        wire_dtype: in which dtype gradients of parameters of a dtype travel; if not given, in that.
+    """
     numel = nbytes = gathered = reduced = 0
     for bucket in plan.training_buckets:
         own = sum(piece.param_interval.numel for piece in bucket.pieces(group_rank))
         numel += own
         nbytes += own * bucket.dtype.itemsize
-        segment = bucket.segment(group_rank).numel * bucket.dtype.itemsize
-        gathered += segment * (plan.world_size - 1)
-        reduced += bucket.nbytes - segment
+        segment = bucket.segment(group_rank).numel
+        gathered += segment * bucket.dtype.itemsize * (plan.world_size - 1)
+        reduced += (bucket.numel - segment) * wire_dtype(bucket.dtype).itemsize
     return Share(group_rank, numel, nbytes, gathered, reduced)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ class Report:
         parameter_nbytes: bytes of all trainable parameters, which every rank has.
         owned_nbytes: bytes of those that this rank updates.
         gradient_nbytes: bytes kept for gradients beside `param.grad`; 0 without `module=`.
+        master_nbytes: bytes of this rank's masters, or, with stochastic rounding, of the copies
+            that it has during a step.
         state_nbytes: bytes of the optimizer state that this rank has now.
         reduce_nbytes: bytes it sends in a step to reduce gradients; 0 if somebody else does.
         gather_nbytes: bytes it sends in a step to gather parameters.
@@ -34,6 +36,7 @@ class Report:
     parameter_nbytes: int
     owned_nbytes: int
     gradient_nbytes: int
+    master_nbytes: int
     state_nbytes: int
     reduce_nbytes: int
     gather_nbytes: int
@@ -49,6 +52,7 @@ class Report:
         rows = [
             ("parameters", self.parameter_nbytes, f"updates {_mb(self.owned_nbytes)} of them"),
             ("gradients", self.gradient_nbytes, "beside param.grad"),
+            ("masters", self.master_nbytes, "of 16-bit parameters"),
             ("optimizer state", self.state_nbytes, "as of now"),
             ("sent per step, gradients", self.reduce_nbytes, _against(self.reduce_nbytes, ideal)),
             ("sent per step, parameters", self.gather_nbytes, _against(self.gather_nbytes, ideal)),
@@ -68,8 +72,9 @@ def make_report(
     plan: ShardPlan,
     layouts: Sequence[str],
     states: Iterable[Any],
+    master_nbytes: int,
     gradient_nbytes: int,
-    reduces: bool,
+    wire_dtype: Callable[[torch.dtype], torch.dtype] | None,
 ) -> Report:
     """Measure and estimate.
 
@@ -78,10 +83,12 @@ def make_report(
         plan: the placement.
         layouts: for each group, its layout and how it was come by.
         states: the state that this rank has.
+        master_nbytes: bytes of this rank's masters.
         gradient_nbytes: bytes kept for gradients.
-        reduces: whether the optimizer reduces gradients itself.
+        wire_dtype: in which dtype gradients of parameters of a dtype are sent; None if the
+            optimizer does not reduce gradients itself.
     """
-    own = share(plan, rank)
+    own = share(plan, rank, wire_dtype) if wire_dtype else share(plan, rank)
     total = sum(spec.nbytes for spec in plan.specs if spec.trainable)
     return Report(
         rank=rank,
@@ -90,8 +97,9 @@ def make_report(
         parameter_nbytes=total,
         owned_nbytes=own.nbytes,
         gradient_nbytes=gradient_nbytes,
+        master_nbytes=master_nbytes,
         state_nbytes=sum(map(tensor_nbytes, states)),
-        reduce_nbytes=own.reduce_nbytes_sent if reduces else 0,
+        reduce_nbytes=own.reduce_nbytes_sent if wire_dtype else 0,
         gather_nbytes=own.gather_nbytes_sent,
     )
 

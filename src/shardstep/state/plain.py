@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shardstep.buffers import flat
 from shardstep.layout.choose import ELEMENT_WISE
-from shardstep.mixture import Mixture
+from shardstep.mixture import Mixture, of_one_class
 from shardstep.plan import Interval, ParamSpec, ShardPlan
 
 Groups = Sequence[Mapping[str, Any]]
@@ -55,6 +55,8 @@ def load_share(
     """
     saved_groups = state_dict["param_groups"]
     index_of = _match(saved_groups, groups)
+    if not isinstance(local, Mixture):
+        saved_groups = of_one_class(saved_groups, type(local))
     held = plan.intervals(group_rank)
     mine: dict[int, Any] = {}
     loose: dict[Any, Any] = {}
@@ -114,6 +116,18 @@ def install(
     for part in local.parts if isinstance(local, Mixture) else [local]:
         if _casts_blindly(part):
             _restore_dtypes(local, part, state, [specs[index].dtype for index in held])
+
+
+def described_in(state_dict: Mapping[str, Any], groups: Groups) -> list[int]:
+    """The numbers of the parameters that a full state dict has a state or a master for.
+
+    Raises:
+        ValueError: if it does not fit; found on every rank alike.
+    """
+    index_of = _match(state_dict["param_groups"], groups)
+    found = {key for key, value in state_dict["state"].items() if value}
+    found.update(state_dict.get("masters", {}))
+    return sorted(index_of[key] for key in found if key in index_of)
 
 
 def masters_in(
