@@ -14,6 +14,7 @@ import torch
 
 from shardstep.buffers import flat
 from shardstep.clip import refuse_nonfinite, wide_norm
+from shardstep.dtensor import is_dtensor, local_gradient, local_part
 from shardstep.plan import Bucket, Piece, ShardPlan
 from shardstep.precision import MixedPrecision
 from shardstep.shard import Shard
@@ -73,6 +74,7 @@ class FullGradients:
         self._params = params
         self._precision = precision
         self._views = shard.views
+        self._dtensors = {i: param for i, param in enumerate(params) if is_dtensor(param)}
         self._cut_anywhere = [
             (plan.specs[slot.param].name, params[slot.param])
             for bucket in plan.buckets
@@ -97,9 +99,12 @@ class FullGradients:
                     f"parameter {name!r} has a sparse gradient, which cannot be cut into slices; "
                     'construct the optimizer with layout="whole"'
                 )
+        # All of them, on every rank: the ranks of a mesh may own pieces of different parameters.
+        local = {i: local_gradient(param) for i, param in self._dtensors.items()}
         for piece, tensor in self._views:
             param = self._params[piece.param]
-            tensor.grad = part_of(param.grad, piece, param, tensor.dtype)
+            grad = local[piece.param] if piece.param in local else param.grad
+            tensor.grad = part_of(grad, piece, local_part(param), tensor.dtype)
 
     def release(self) -> None:
         """Let go of the gradients, so that `zero_grad()` can free them."""
