@@ -32,6 +32,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def full_value(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor, as a plain tensor; any other tensor itself.
+
+    Called on every rank of its mesh.
+    """
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+
+
 def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
     """The gradient of this rank's part of a DTensor parameter; None if there is none.
 
@@ -94,6 +102,13 @@ def refuse_dtensors(named: Iterable[tuple[str, torch.Tensor]], why: str) -> None
     for name, tensor in named:
         if is_dtensor(tensor):
             raise TypeError(f"parameter {name!r} is a DTensor: {why}")
+
+
+NO_OFFSETS = (
+    "a checkpoint of one process group does not know where its part lies in the whole; save "
+    "state_dict() after consolidate_state_dict() in a file for each tensor-parallel rank"
+)
+"""Why checkpoints refuse DTensors."""
 
 
 def refuse_part(name: str, param: torch.Tensor, optimizer: str) -> NoReturn:

@@ -120,16 +120,21 @@ class FullGradients:
         """Every rank has every gradient: torch's own clipping is right.
 
         But it rounds the norm of a 16-bit gradient to 16 bits. Where such a gradient is stepped on
-        in a wider dtype, its norm is computed in that.
+        in a wider dtype, its norm is computed in that. And it cannot take DTensors and plain
+        tensors together.
         """
         dtypes = [self._precision.step_dtype(param.dtype) for param in self._params]
-        if all(param.dtype == dtype for param, dtype in zip(self._params, dtypes, strict=True)):
+        alike = all(p.dtype == dtype for p, dtype in zip(self._params, dtypes, strict=True))
+        if alike and not self._dtensors:
             return torch.nn.utils.clip_grad_norm_(
                 self._params, max_norm, norm_type, error_if_nonfinite, foreach
             )
         norm = wide_norm(self._params, dtypes, norm_type)
         refuse_nonfinite(norm, norm_type, error_if_nonfinite)
-        torch.nn.utils.clip_grads_with_norm_(self._params, max_norm, norm, foreach)
+        # Torch's functions on lists of tensors take DTensors or plain tensors, not both.
+        plain = [param for param in self._params if not is_dtensor(param)]
+        for params in (plain, list(self._dtensors.values())):
+            torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
         return norm
 
     def full(self, param: int) -> torch.Tensor | None:

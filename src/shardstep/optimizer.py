@@ -25,6 +25,7 @@ from shardstep.checkpoint.dcp.stateful import (
     refuse_initialisation,
     sharded_state,
 )
+from shardstep.checkpoint.names import tensors_of
 from shardstep.comm import Comm, connect
 from shardstep.describe import Given, describe, describe_options, is_trainable, parameters
 from shardstep.dtensor import describe_part, refuse_dtensors
@@ -896,6 +897,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Without `module`, list the joinable that synchronises gradients first, as in
         `Join([ddp_model, optimizer])`. With `module`, list the optimizer first.
         """
+        refuse_dtensors(
+            tensors_of(self),
+            "ranks that have run out of data cannot be given gradients of parts; give all ranks as "
+            "many batches",
+        )
         return _ZeROJoinHook(self._shadow_step if self._module is None else self._shadow)
 
     def _shadow_step(self) -> None:
