@@ -84,9 +84,7 @@ def make_model(mesh: DeviceMesh, plain: bool = True) -> MLP:
     return model
 
 
-def backward(
-    model: MLP, mesh: DeviceMesh, step: int, dtype: torch.dtype = torch.float32
-) -> None:
+def backward(model: MLP, mesh: DeviceMesh, step: int, dtype: torch.dtype = torch.float32) -> None:
     """The gradient of what the data-parallel ranks have together, as the user synchronises it."""
     random = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
     x = torch.randn(4, 10, generator=random).to(dtype)
@@ -142,8 +140,8 @@ def give_gradients(params: list[nn.Parameter], mesh: DeviceMesh, step: int) -> N
 def settle_gradients(params: list[Tensor]) -> None:
     """Take the sums that are still to be taken.
 
-    The gradient of the replicated norm is Partial: each rank has a term of it. Torch's SGD makes its
-    momentum of the terms and sums these afterwards, in another order than the sums' momentum.
+    The gradient of the replicated norm is Partial: each rank has a term of it. Torch's SGD makes
+    its momentum of the terms and sums these afterwards, in another order than the sums' momentum.
     """
     for param in params:
         if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
@@ -338,7 +336,7 @@ def _moved_and_frozen() -> list[str]:
     case = CASES[2]
     failures = []
     for views in (False, True):
-        models = [make_model(mesh), make_model(mesh)]
+        models = [make_model(mesh, plain=False), make_model(mesh, plain=False)]
         opt = sharded(models[1].parameters(), mesh, case, parameters_as_bucket_view=views)
         opts: list[Any] = [Unsharded(models[0].parameters(), case), opt]
         for step in STEPS:
@@ -500,6 +498,22 @@ REFUSED: dict[str, tuple[tuple[int, int], str, Any, dict[str, Any], type[Excepti
         ValueError,
         "'fc.weight' .*Shard.* one of 2 parts.*'whole' RowNorms",
     ),
+    "slices for such a class": (
+        (1, 2),
+        "shard",
+        RowNorms,
+        {"layout": "sliced"},
+        ValueError,
+        "RowNorms looks at whole tensors",
+    ),
+    "a class that couples tensors": (
+        (1, 2),
+        "shard",
+        optim.LBFGS,
+        {},
+        ValueError,
+        "LBFGS",
+    ),
     "layout whole": (
         (2, 2),
         "shard",
@@ -549,6 +563,25 @@ def test_a_class_that_looks_at_whole_tensors_may_have_them(
     dp: int, tp: int, placement: str
 ) -> None:
     run_ranks(_build, dp * tp, dp, tp, placement, RowNorms, {})
+
+
+class Signs(optim.Optimizer):
+    """Element-wise, which has to be found out."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad.sign(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize(("dp", "tp"), MESHES)
+def test_a_class_that_proves_element_wise_may_have_parts(dp: int, tp: int) -> None:
+    run_ranks(_build, dp * tp, dp, tp, "shard", Signs, {})
 
 
 def _checkpointed(how: str, path: str) -> None:

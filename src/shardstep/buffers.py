@@ -124,8 +124,9 @@ class OwnStorage:
         def in_params(pieces: list[Piece]) -> list[torch.Tensor]:
             # `.data`, so that autograd does not take a parameter that is written back unchanged
             # for one that has changed.
-            parts = (local_part(self._params[p.param]).data for p in pieces)
-            return [flat(part)[p.param_interval.slice] for p, part in zip(pieces, parts, strict=True)]
+            return [
+                flat(local_part(self._params[p.param]).data)[p.param_interval.slice] for p in pieces
+            ]
 
         def in_buffer(pieces: list[Piece]) -> list[torch.Tensor]:
             return [buffer[p.bucket_interval.slice] for p in pieces]

@@ -37,7 +37,7 @@ def full_value(tensor: torch.Tensor) -> torch.Tensor:
 
     Called on every rank of its mesh.
     """
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
@@ -126,7 +126,7 @@ def refuse_part(name: str, param: torch.Tensor, optimizer: str) -> NoReturn:
 
 
 def _placements(param: torch.Tensor) -> Sequence[Any]:
-    return param.placements if is_dtensor(param) else ()  # type: ignore[attr-defined,no-any-return]
+    return param.placements if is_dtensor(param) else ()  # type: ignore[attr-defined]
 
 
 def _divisions(param: torch.Tensor) -> list[tuple[str, int | None, int]]:

@@ -103,7 +103,7 @@ class FullGradients:
         local = {i: local_gradient(param) for i, param in self._dtensors.items()}
         for piece, tensor in self._views:
             param = self._params[piece.param]
-            grad = local[piece.param] if piece.param in local else param.grad
+            grad = local.get(piece.param, param.grad)
             tensor.grad = part_of(grad, piece, local_part(param), tensor.dtype)
 
     def release(self) -> None:
