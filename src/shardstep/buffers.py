@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from shardstep.dtensor import local_part
 from shardstep.plan import Bucket, Piece, ShardPlan
 
 
@@ -94,7 +95,7 @@ class OwnStorage:
 
     def attach(self) -> None:
         """Allocate the buffers and remember what is copied between them and the parameters."""
-        self._addresses = [param.data_ptr() for param in self._params]
+        self._addresses = _addresses(self._params)
         # One rank has everything already and sends nothing.
         buckets = self._plan.training_buckets if self._plan.world_size > 1 else ()
         self.nbytes = 0
@@ -123,7 +124,9 @@ class OwnStorage:
         def in_params(pieces: list[Piece]) -> list[torch.Tensor]:
             # `.data`, so that autograd does not take a parameter that is written back unchanged
             # for one that has changed.
-            return [flat(self._params[p.param].data)[p.param_interval.slice] for p in pieces]
+            return [
+                flat(local_part(self._params[p.param]).data)[p.param_interval.slice] for p in pieces
+            ]
 
         def in_buffer(pieces: list[Piece]) -> list[torch.Tensor]:
             return [buffer[p.bucket_interval.slice] for p in pieces]
@@ -136,7 +139,7 @@ class OwnStorage:
 
     def intact(self) -> bool:
         """Whether every parameter still lies where `attach` found it."""
-        return self._addresses == [param.data_ptr() for param in self._params]
+        return self._addresses == _addresses(self._params)
 
     def load(self, bucket: Bucket) -> torch.Tensor:
         """Pack this rank's pieces."""
@@ -171,21 +174,22 @@ class BucketViews:
                 )
             buffer = self._buffers[bucket.index]
             for slot in bucket.slots:
-                param = self._params[slot.param]
+                param = local_part(self._params[slot.param])
                 view = buffer.as_strided(param.shape, param.stride(), slot.bucket_offset)
                 if param.data_ptr() != view.data_ptr():
                     view.copy_(param.detach())
                     param.data = view
-        self._addresses = [param.data_ptr() for param in self._params]
+        self._addresses = _addresses(self._params)
 
     def detach(self, params: Iterable[int]) -> None:
         """Copy these out, so that nothing keeps the buffers alive."""
         for index in params:
-            self._params[index].data = self._params[index].detach().clone()
+            part = local_part(self._params[index])
+            part.data = part.detach().clone()
 
     def intact(self) -> bool:
         """Whether every parameter still lies where `attach` put it."""
-        return self._addresses == [param.data_ptr() for param in self._params]
+        return self._addresses == _addresses(self._params)
 
     def load(self, bucket: Bucket) -> torch.Tensor:
         """The bucket itself."""
@@ -193,6 +197,10 @@ class BucketViews:
 
     def store(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         """Nothing: the parameters are views of the buffer."""
+
+
+def _addresses(params: Iterable[torch.Tensor]) -> list[int]:
+    return [local_part(param).data_ptr() for param in params]
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

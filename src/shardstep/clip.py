@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from shardstep.comm import Comm
+from shardstep.dtensor import full_value
 
 
 def gather_scalar(comm: Comm, own: torch.Tensor) -> torch.Tensor:
@@ -54,9 +55,14 @@ def clip_norm(
 def wide_norm(
     params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], norm_type: float
 ) -> torch.Tensor:
-    """The norm of the gradients of `params`, each computed in the dtype given for it."""
+    """The norm of the gradients of `params`, each computed in the dtype given for it.
+
+    Called on every rank of a mesh, if there are DTensors among them: these count with all parts.
+    """
     norms = [
-        torch.linalg.vector_norm(param.grad.detach(), norm_type, dtype=dtype).to(params[0].device)
+        full_value(torch.linalg.vector_norm(param.grad.detach(), norm_type, dtype=dtype)).to(
+            params[0].device
+        )
         for param, dtype in zip(params, dtypes, strict=True)
         if param.grad is not None and param.grad.numel()  # nothing has no largest element
     ]

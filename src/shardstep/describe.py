@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardstep.buffers import is_dense
+from shardstep.dtensor import check_placements, local_part
 from shardstep.plan import ParamSpec
 
 Groups = Sequence[Mapping[str, Any]]
@@ -98,14 +99,14 @@ def is_trainable(param: torch.Tensor) -> bool:
 
 
 def describe(groups: Groups, known: Mapping[int, str] | None = None) -> list[ParamSpec]:
-    """The planner's view of the parameters in `groups`.
+    """The planner's view of the parameters in `groups`; of DTensors, this rank's part.
 
     Args:
         groups: the parameter groups.
         known: names by identity of the parameter, for those that have none in their group.
 
     Raises:
-        TypeError: for a tensor subclass with inner tensors, such as a DTensor.
+        TypeError: for a tensor subclass with inner tensors that is not a DTensor.
         ValueError: for a parameter that cannot be sharded: sparse, without data, with gaps in
             memory, or sharing its memory with another.
     """
@@ -119,7 +120,9 @@ def describe(groups: Groups, known: Mapping[int, str] | None = None) -> list[Par
         for position, param in enumerate(group["params"]):
             name = names[position] if names else (known or {}).get(id(param))
             name = name or f"param {len(specs)}"
-            _check(param, name)
+            check_placements(param, name)
+            local = local_part(param)
+            _check(local, name)
             if id(param) in seen:
                 raise ValueError(f"parameter {name!r} is given twice; pass each parameter once")
             seen.add(id(param))
@@ -130,16 +133,16 @@ def describe(groups: Groups, known: Mapping[int, str] | None = None) -> list[Par
             specs.append(
                 ParamSpec(
                     name=name,
-                    shape=tuple(param.shape),
-                    stride=tuple(param.stride()),
-                    dtype=param.dtype,
+                    shape=tuple(local.shape),
+                    stride=tuple(local.stride()),
+                    dtype=local.dtype,
                     device=ordinals[param.device],
                     group=number,
                     trainable=is_trainable(param),
                 )
             )
-            if param.numel():
-                spans.append((param.data_ptr(), param.data_ptr() + param.nbytes, name))
+            if local.numel():
+                spans.append((local.data_ptr(), local.data_ptr() + local.nbytes, name))
     for (_, stop, name), (start, _, other) in pairwise(sorted(spans)):
         if start < stop:
             raise ValueError(

@@ -14,6 +14,7 @@ import torch
 
 from shardstep.buffers import flat
 from shardstep.clip import refuse_nonfinite, wide_norm
+from shardstep.dtensor import is_dtensor, local_gradient, local_part
 from shardstep.plan import Bucket, Piece, ShardPlan
 from shardstep.precision import MixedPrecision
 from shardstep.shard import Shard
@@ -73,6 +74,7 @@ class FullGradients:
         self._params = params
         self._precision = precision
         self._views = shard.views
+        self._dtensors = {i: param for i, param in enumerate(params) if is_dtensor(param)}
         self._cut_anywhere = [
             (plan.specs[slot.param].name, params[slot.param])
             for bucket in plan.buckets
@@ -97,9 +99,12 @@ class FullGradients:
                     f"parameter {name!r} has a sparse gradient, which cannot be cut into slices; "
                     'construct the optimizer with layout="whole"'
                 )
+        # All of them, on every rank: the ranks of a mesh may own pieces of different parameters.
+        local = {i: local_gradient(param) for i, param in self._dtensors.items()}
         for piece, tensor in self._views:
             param = self._params[piece.param]
-            tensor.grad = part_of(param.grad, piece, param, tensor.dtype)
+            grad = local.get(piece.param, param.grad)
+            tensor.grad = part_of(grad, piece, local_part(param), tensor.dtype)
 
     def release(self) -> None:
         """Let go of the gradients, so that `zero_grad()` can free them."""
@@ -115,16 +120,21 @@ class FullGradients:
         """Every rank has every gradient: torch's own clipping is right.
 
         But it rounds the norm of a 16-bit gradient to 16 bits. Where such a gradient is stepped on
-        in a wider dtype, its norm is computed in that.
+        in a wider dtype, its norm is computed in that. And it cannot take DTensors and plain
+        tensors together.
         """
         dtypes = [self._precision.step_dtype(param.dtype) for param in self._params]
-        if all(param.dtype == dtype for param, dtype in zip(self._params, dtypes, strict=True)):
+        alike = all(p.dtype == dtype for p, dtype in zip(self._params, dtypes, strict=True))
+        if alike and not self._dtensors:
             return torch.nn.utils.clip_grad_norm_(
                 self._params, max_norm, norm_type, error_if_nonfinite, foreach
             )
         norm = wide_norm(self._params, dtypes, norm_type)
         refuse_nonfinite(norm, norm_type, error_if_nonfinite)
-        torch.nn.utils.clip_grads_with_norm_(self._params, max_norm, norm, foreach)
+        # Torch's functions on lists of tensors take DTensors or plain tensors, not both.
+        plain = [param for param in self._params if not is_dtensor(param)]
+        for params in (plain, list(self._dtensors.values())):
+            torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
         return norm
 
     def full(self, param: int) -> torch.Tensor | None:

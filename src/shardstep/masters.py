@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 
 from shardstep.buffers import flat
+from shardstep.dtensor import local_part
 from shardstep.plan import Piece
 from shardstep.plan.placement import aligned
 from shardstep.rounding import StochasticRounding
@@ -134,7 +135,7 @@ class _Laid:
             for piece in stretch.pieces:
                 # `.data`: a parameter that is written back unchanged is not to look changed to
                 # autograd. Those that a step has changed are told so by the optimizer.
-                whole = flat(self._params[piece.param].data)
+                whole = flat(local_part(self._params[piece.param]).data)
                 self._narrow[piece.param] = whole[piece.param_interval.slice]
 
     def place(self, piece: Piece) -> torch.Tensor:
@@ -142,7 +143,7 @@ class _Laid:
         stretch, offset = self._found[piece.param]
         assert stretch.wide is not None
         if piece.entire:
-            param = self._params[piece.param]
+            param = local_part(self._params[piece.param])
             return stretch.wide.as_strided(param.shape, param.stride(), offset)
         return stretch.wide[offset : offset + piece.param_interval.numel]
 
@@ -273,7 +274,7 @@ class Copies(_Laid):
         if self._found[piece.param][0].wide is not None:
             return super().place(piece)
         if piece.param not in self._nothing:
-            param = self._params[piece.param]
+            param = local_part(self._params[piece.param])
             shape = param.shape if piece.entire else (piece.param_interval.numel,)
             # Not a number: whoever takes it for the parameter is to notice.
             nothing = torch.full(

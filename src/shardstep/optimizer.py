@@ -25,8 +25,10 @@ from shardstep.checkpoint.dcp.stateful import (
     refuse_initialisation,
     sharded_state,
 )
+from shardstep.checkpoint.names import tensors_of
 from shardstep.comm import Comm, connect
 from shardstep.describe import Given, describe, describe_options, is_trainable, parameters
+from shardstep.dtensor import describe_part, refuse_dtensors
 from shardstep.gather import Gather, GatherAhead, GatherNow
 from shardstep.gradients import FullGradients, Gradients
 from shardstep.join import (
@@ -243,11 +245,30 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         plan = ShardPlan.make(specs, self.world_size, bucket_bytes=self._bucket_bytes)
         head = [f"layout={self._layout!r}, bucket_bytes={self._bucket_bytes}"]
         tail = [*self._layouts.lines(), f"plan {plan.fingerprint}"]
+        for param, spec in zip(parameters(self.param_groups), specs, strict=True):
+            head += describe_part(param, spec.name)
         return plan, [*head, *map(str, specs), "no more parameters", *tail]
 
     def _specs_now(self) -> list[ParamSpec]:
         specs = describe(self.param_groups, names_in(self._module) if self._module else {})
+        self._refuse_dtensors(parameters(self.param_groups), specs)
         return self._layouts.apply(self.param_groups, specs)
+
+    def _refuse_dtensors(self, params: Sequence[torch.Tensor], specs: Sequence[ParamSpec]) -> None:
+        """Raise for a DTensor with what is for plain tensors only."""
+        named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
+        if self._apart:
+            refuse_dtensors(
+                named,
+                "module= and overlap_with_ddp=True reduce the gradients of plain tensors only; "
+                "leave them out and synchronise gradients over the process group before step()",
+            )
+        if self._precision.stochastic_rounding:
+            refuse_dtensors(
+                named,
+                "stochastic_rounding draws by the place of an element in its tensor, so different "
+                "parts would draw the same; use masters, MixedPrecision()",
+            )
 
     def _shard_of(self, plan: ShardPlan) -> Shard:
         self._widened |= widened(plan.specs, self._precision)
@@ -902,6 +923,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Without `module`, list the joinable that synchronises gradients first, as in
         `Join([ddp_model, optimizer])`. With `module`, list the optimizer first.
         """
+        refuse_dtensors(
+            tensors_of(self),
+            "ranks that have run out of data cannot be given gradients of parts; give all ranks as "
+            "many batches",
+        )
         return _ZeROJoinHook(self._shadow_step if self._module is None else self._shadow)
 
     def _shadow_step(self) -> None:

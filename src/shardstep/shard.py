@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 import torch
 
 from shardstep.buffers import flat
+from shardstep.dtensor import is_dtensor, local_part
 from shardstep.masters import Wide
 from shardstep.plan import Piece, ShardPlan
 
@@ -20,8 +21,9 @@ class Shard:
     A piece that is part of a parameter is a flat view of it. A piece that is a whole parameter is
     the parameter itself, whose gradient is where the optimizer looks for it and whose state is
     keyed as the user expects; or, with `apart`, a tensor beside it that shares its memory, for when
-    the gradient of the piece is not what the user sees in `param.grad`. Where a piece has a tensor
-    of a wider dtype to be stepped on, it is that, in memory of its own.
+    the gradient of the piece is not what the user sees in `param.grad`. A DTensor is its local
+    tensor here, and always has one beside it. Where a piece has a tensor of a wider dtype to be
+    stepped on, it is that, in memory of its own.
 
     Args:
         plan: the placement.
@@ -52,7 +54,8 @@ class Shard:
 
     def _make(self, piece: Piece) -> torch.Tensor:
         param = self._params[piece.param]
-        if piece.entire and not self._apart and piece.param not in self._wide:
+        apart = self._apart or piece.param in self._wide or is_dtensor(param)
+        if piece.entire and not apart:
             return param
         return torch.nn.Parameter(self._view(piece), requires_grad=param.requires_grad)
 
@@ -60,7 +63,7 @@ class Shard:
         """Where the piece lies: in its parameter's memory, or in that of its wider tensor."""
         if piece.param in self._wide:
             return self._wide.place(piece)
-        param = self._params[piece.param]
+        param = local_part(self._params[piece.param])
         return param.detach() if piece.entire else flat(param)[piece.param_interval.slice]
 
     def _remember(self) -> None:

@@ -28,10 +28,11 @@ from shardstep.checkpoint.contents import (
 )
 from shardstep.checkpoint.folder import Staging, keep_last, write_text
 from shardstep.checkpoint.mastered import MASTER, joined
-from shardstep.checkpoint.names import names_of, uncompiled, unwrapped
+from shardstep.checkpoint.names import names_of, tensors_of, uncompiled, unwrapped
 from shardstep.checkpoint.safetensors import Digest, Progress, Source, no_progress, write
 from shardstep.checkpoint.shelves import Shelves, deal, holders_of, made_by, state_key, texts_of
 from shardstep.comm import Comm, connect
+from shardstep.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.mixture import extras, full_name
 from shardstep.plan import Box, Holding, boxes
 from shardstep.state.exchange import Kept, survey
@@ -82,6 +83,7 @@ def prepare(
             raise ValueError(f"keep_last has to be at least 1, not {keep}: this save is kept too")
         if optimizer is None and model is None and extra is None:
             raise ValueError("there is nothing to save: give an optimizer, a model or extra")
+        refuse_dtensors(tensors_of(optimizer, model), NO_OFFSETS)
         return [str(Path(path).absolute()), optimizer is not None, model is not None]
 
     said = together(comm, "saving a checkpoint", check)

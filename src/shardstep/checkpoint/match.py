@@ -17,10 +17,11 @@ from shardstep.checkpoint.contents import SavedModel, SavedOptimizer, SavedParam
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import EXTRA_STATE, kind_of, model_tensors
 from shardstep.checkpoint.mastered import MASTER, master_of, own_entries
-from shardstep.checkpoint.names import names_of, uncompiled, unwrapped
+from shardstep.checkpoint.names import names_of, tensors_of, uncompiled, unwrapped
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.shelves import deal
 from shardstep.comm import Comm
+from shardstep.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.state.limits import STATE_NBYTES, STATE_RATIO, memory_nbytes
 from shardstep.state.tree import Node, leaves
 
@@ -75,8 +76,10 @@ class Match:
 
         Raises:
             CheckpointError: if something does not fit.
+            TypeError: for DTensors.
         """
         contents = self.checkpoint.contents
+        refuse_dtensors(tensors_of(self.optimizer, self.model), NO_OFFSETS)
         if self.optimizer is not None:
             if contents.optimizer is None:
                 raise self._unfit("there is no optimizer in it")

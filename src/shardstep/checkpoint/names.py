@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +34,16 @@ def canonical(name: str) -> str:
 def uncompiled(name: str) -> str:
     """A name in a model without what torch.compile puts into it, of parts of the model too."""
     return name.replace("_orig_mod.", "")
+
+
+def tensors_of(
+    optimizer: ZeroRedundancyOptimizer | None, model: torch.nn.Module | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of an optimizer and a model, with names to call them by in a message."""
+    if model is not None:
+        yield from unwrapped(model).named_parameters()
+    if optimizer is not None:
+        yield from zip((spec.name for spec in optimizer.plan.specs), optimizer._params, strict=True)
 
 
 def names_of(

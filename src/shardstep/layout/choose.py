@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardstep.dtensor import num_parts, refuse_part
 from shardstep.layout.cost import step_cost
 from shardstep.layout.probe import Verdict, probe
 from shardstep.mixture import CLASS_KEY, full_name, split_options
@@ -90,7 +91,8 @@ class Layouts:
         """The same parameters with their layouts and costs.
 
         Raises:
-            ValueError: if a class cannot be sharded, or not in the layout that was asked for.
+            ValueError: if a class cannot be sharded, or not in the layout that was asked for, or
+                needs whole tensors where a rank has a part of a DTensor.
         """
         for group in groups[len(self._asked) :]:
             # As the user gave it: once the optimizer is made, groups hold what it has put there.
@@ -102,7 +104,7 @@ class Layouts:
                 asked.defaults,
                 asked.group_options,
                 group["params"],
-                self._world_size,
+                self._world_size * max(map(num_parts, group["params"]), default=1),
                 self._step_dtype,
             )
             for asked, group in zip(self._asked, groups, strict=True)
@@ -115,6 +117,10 @@ class Layouts:
                     "which several classes in one optimizer cannot share; use it alone"
                 )
         layouts = [choice.layout for choice in self.choices]
+        params = [param for group in groups for param in group["params"]]
+        for spec, param in zip(specs, params, strict=True):
+            if layouts[spec.group] == "whole" and num_parts(param) > 1:
+                refuse_part(spec.name, param, name_of(self._asked[spec.group].optimizer_class))
         return [
             replace(spec, layout=layouts[spec.group], cost=self._cost(spec.group, spec.shape))
             for spec in specs

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.buffers import flat
+from shardstep.dtensor import local_part
 from shardstep.layout.choose import ELEMENT_WISE
 from shardstep.mixture import Mixture, of_one_class
 from shardstep.plan import Interval, ParamSpec, ShardPlan
@@ -170,7 +171,8 @@ def _match(saved: Groups, groups: Groups) -> dict[Any, int]:
 
 def _check(value: Any, spec: ParamSpec) -> None:
     """An element-wise optimizer keeps values per element and numbers, nothing else."""
-    for key, tensor in value.items():
+    for key, item in value.items():
+        tensor = local_part(item)
         if isinstance(tensor, torch.Tensor) and tensor.shape != spec.shape and tensor.numel() != 1:
             raise ValueError(
                 f"state {key!r} of parameter {spec.name!r} has shape {tuple(tensor.shape)}, but "
@@ -181,6 +183,7 @@ def _check(value: Any, spec: ParamSpec) -> None:
 def _take(value: Any, held: Interval, spec: ParamSpec) -> Any:
     """What belongs to the elements `held`, in memory of its own."""
     if isinstance(value, torch.Tensor):
+        value = local_part(value)
         if held.numel == spec.numel or value.shape != spec.shape:
             return value.detach().clone()
         return flat(value, spec.stride)[held.slice].clone()

@@ -27,7 +27,9 @@ import torch
 from shardstep.agree import agree
 from shardstep.checkpoint.dcp.portable import Reading, holds, portable
 from shardstep.checkpoint.dcp.stand_in import StandIn
+from shardstep.checkpoint.names import tensors_of
 from shardstep.comm import Comm
+from shardstep.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.mixture import extras
 from shardstep.plan import Interval
 from shardstep.state.exchange import Kept, survey
@@ -174,7 +176,9 @@ def sharded_state(optimizer: ZeroRedundancyOptimizer) -> ShardedDict:
 
     Raises:
         RuntimeError: on every rank, if the state cannot be described.
+        TypeError: on every rank, for DTensor parameters.
     """
+    refuse_dtensors(tensors_of(optimizer), NO_OFFSETS)
     optimizer._local.push_options()
     optimizer._local.publish_options()
     names = _names(optimizer)
@@ -260,6 +264,7 @@ def read_sharded(optimizer: ZeroRedundancyOptimizer, state_dict: Mapping[str, An
     Raises:
         ValueError: on every rank, if it does not fit.
     """
+    refuse_dtensors(tensors_of(optimizer), NO_OFFSETS)
     survey = _survey(optimizer)
 
     def make() -> tuple[Share, list[str]]:
