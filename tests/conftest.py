@@ -4,8 +4,8 @@
 timeout; ``--strict-config`` makes that an error rather than nothing without pytest-timeout.
 
 It also says which tests are long ones, beside those that are marked so where they stand: what runs
-at two ranks in the fast suite runs at three and four in the long one, and so do variations of a fast
-test that take many seconds.
+at two ranks in the fast suite runs at three and four in the long one, and so do variations of a
+fast test that take many seconds.
 """
 
 import os
