@@ -391,3 +391,55 @@ def test_a_report_counts_masters_and_what_travels_in_another_dtype(
 def test_a_report_of_one_rank_counts_its_gradients_once() -> None:
     said, held = reported(None, frozen=False)["gradients"]
     assert said == held > 0
+
+
+# ------------------------------------------------------------------- what only one rank is given
+
+
+def load_other_dicts(kind: str) -> None:
+    model = net()
+    opt = adamw(model)
+    steps(model, opt, range(2))
+    saved = from_rank_0(opt)
+    if opt.rank == 1:
+        if kind == "groups":
+            saved["param_groups"][0]["params"].pop()
+        elif kind == "names":
+            saved = {"state": {}, "param_groups": [{"params": ["x"]}]}
+        elif kind == "options":
+            saved["param_groups"][0]["lr"] = 5.0
+        elif kind == "state":
+            del saved["state"][0]
+        elif kind == "step":
+            saved["state"][0]["step"] += 1
+        elif kind == "masters":
+            del saved["masters"]
+    opt.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("kind", ["groups", "names", "options", "state", "step", "masters"])
+def test_ranks_that_load_different_dicts_all_raise(kind: str) -> None:
+    """And do not train on with two learning rates, or wait for each other."""
+    raises_on_every_rank(load_other_dicts, 2, (ValueError, RuntimeError), kind, timeout=20)
+
+
+class PickyThere(Picky):
+    """Loads nothing on rank 1."""
+
+    shardstep_layout = "sliced"
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("nothing is good enough")
+        optim.SGD.load_state_dict(self, state_dict)
+
+
+def load_where_one_refuses() -> None:
+    model = net(torch.float32)
+    opt = ZeroRedundancyOptimizer(model.parameters(), PickyThere, lr=0.1)
+    steps(model, opt, range(1))
+    opt.load_state_dict(from_rank_0(opt))
+
+
+def test_a_class_that_cannot_load_on_one_rank_shows_on_all() -> None:
+    raises_on_every_rank(load_where_one_refuses, 2, (KeyError, RuntimeError), match="good enough")
