@@ -185,12 +185,10 @@ def twice_across_groups() -> list[dict[str, Any]]:
     return [{"params": [param]}, {"params": [p(5), param]}]
 
 
-def dtensor() -> torch.Tensor:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate
+def wrapper() -> torch.Tensor:
+    from torch.testing._internal.two_tensor import TwoTensor
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return torch.nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Replicate()]))
+    return torch.nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))
 
 
 def sparse() -> torch.Tensor:
@@ -247,10 +245,10 @@ BAD: Bad = {
         ValueError,
         "'param 0' does not fill its memory",
     ),
-    "a DTensor": (
-        lambda: {"params": [p(4), dtensor()]},
+    "a tensor that wraps others": (
+        lambda: {"params": [p(4), wrapper()]},
         TypeError,
-        "'param 1' is a DTensor.*pass plain tensors",
+        "'param 1' is a TwoTensor.*pass plain tensors",
     ),
     "a functional optimizer class": (
         lambda: {"params": [p(4)], "optimizer_class": functional_class()},

@@ -23,7 +23,8 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a DTensor, in place; any other tensor itself."""
-    if not is_dtensor(tensor):
+    # By far the most are this, and are asked for at every step.
+    if type(tensor) is torch.nn.Parameter or not is_dtensor(tensor):
         return tensor
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
     # The result of a collective that may not be over wraps the tensor that it is going to be in.
