@@ -366,6 +366,33 @@ def test_a_parameter_that_is_frozen_when_its_state_is_loaded_has_it_in_fp32(
     assert run_ranks(unfreeze_after_loading, 2, tmp_path, way) == [[], []]
 
 
+def masters_of_frozen(root: Path) -> list[Any]:
+    model = net()
+    first, *_ = model.parameters()
+    first.requires_grad_(False)
+    opt = adamw(model)
+    steps(model, opt, range(2))
+    ckpt.save(root / "never", opt, model)
+    saved = from_rank_0(opt)
+    found = []
+    for way in ("native", "dict"):
+        model = net()
+        first, *_ = model.parameters()
+        first.requires_grad_(False)
+        opt = adamw(model)
+        if way == "native":
+            ckpt.load(root / "never", opt, model)
+        else:
+            opt.load_state_dict(saved)
+        found.append(opt.full_master(first))
+    return found
+
+
+def test_a_parameter_that_never_trained_has_no_master_after_loading(tmp_path: Path) -> None:
+    """A large model that is frozen but for adapters is not to be kept twice."""
+    assert run_ranks(masters_of_frozen, 2, tmp_path) == [[None, None]] * 2
+
+
 # --------------------------------------------------------------------------- reports and masters
 
 
