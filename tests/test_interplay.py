@@ -282,6 +282,33 @@ def test_a_class_is_known_by_its_name_within_a_partial_too() -> None:
         make(optim.SGD).load_state_dict(make(optim.Muon).state_dict())
 
 
+def add_with_defaults() -> list[Any]:
+    """Two optimizers apart; a mixture, and a divided one, that get the second class later."""
+    failures: list[Any] = []
+    reference = net(torch.float32)
+    (matrices, *_), rest = (group["params"] for group in mixed(reference))
+    apart = [optim.Adafactor([matrices]), optim.AdamW(rest, lr=1e-3)]
+    for part in apart:
+        steps(reference, part, range(3))
+    for sharded in (False, True):
+        model = net(torch.float32)
+        (weight, *_), rest = (group["params"] for group in mixed(model))
+        groups = [{"params": rest, "optimizer_class": optim.AdamW, "lr": 1e-3}]
+        cls: Any = ZeroRedundancyOptimizer if sharded else Mixture
+        opt = cls([{"params": []}, *groups], optim.SGD, lr=0.7)
+        opt.add_param_group({"params": [weight], "optimizer_class": optim.Adafactor})
+        if opt.param_groups[-1]["lr"] != apart[0].param_groups[0]["lr"]:
+            failures.append((sharded, opt.param_groups[-1]))
+        steps(model, opt, range(3))
+        failures += differing(list(reference.parameters()), list(model.parameters()))
+    return failures
+
+
+def test_a_group_that_is_added_has_the_defaults_of_its_own_class() -> None:
+    """And not the learning rate, say, of the class that the other groups have."""
+    assert run_ranks(add_with_defaults, 2) == [[], []]
+
+
 def add_what_is_refused() -> list[Any]:
     results = []
     for refused in (False, True):
@@ -337,6 +364,33 @@ def test_a_parameter_that_is_frozen_when_its_state_is_loaded_has_it_in_fp32(
 ) -> None:
     """Its state and its master are those of one that had trained in 32 bits."""
     assert run_ranks(unfreeze_after_loading, 2, tmp_path, way) == [[], []]
+
+
+def masters_of_frozen(root: Path) -> list[Any]:
+    model = net()
+    first, *_ = model.parameters()
+    first.requires_grad_(False)
+    opt = adamw(model)
+    steps(model, opt, range(2))
+    ckpt.save(root / "never", opt, model)
+    saved = from_rank_0(opt)
+    found = []
+    for way in ("native", "dict"):
+        model = net()
+        first, *_ = model.parameters()
+        first.requires_grad_(False)
+        opt = adamw(model)
+        if way == "native":
+            ckpt.load(root / "never", opt, model)
+        else:
+            opt.load_state_dict(saved)
+        found.append(opt.full_master(first))
+    return found
+
+
+def test_a_parameter_that_never_trained_has_no_master_after_loading(tmp_path: Path) -> None:
+    """A large model that is frozen but for adapters is not to be kept twice."""
+    assert run_ranks(masters_of_frozen, 2, tmp_path) == [[None, None]] * 2
 
 
 # --------------------------------------------------------------------------- reports and masters

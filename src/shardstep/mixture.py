@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,19 @@ def split_options(optimizer_class: Make, group: Mapping[str, Any]) -> tuple[Grou
     options = {k: v for k, v in group.items() if k not in ("params", "param_names", CLASS_KEY)}
     called = {k: v for k, v in options.items() if anything or k in names}
     return called, {k: v for k, v in options.items() if k not in called}
+
+
+@contextlib.contextmanager
+def no_defaults(opt: Optimizer) -> Iterator[None]:
+    """While this lasts, a group that is added is not given the defaults of the default class.
+
+    It gets those of the class that it names, from that class.
+    """
+    defaults, opt.defaults = opt.defaults, {}
+    try:
+        yield
+    finally:
+        opt.defaults = defaults
 
 
 class Mixture(Optimizer):
@@ -112,7 +126,8 @@ class Mixture(Optimizer):
             param_group: parameters under `"params"`, options, and a class if it is not the default.
         """
         given = param_group.get(CLASS_KEY)
-        super().add_param_group(param_group)
+        with no_defaults(self):
+            super().add_param_group(param_group)
         # What was checked is handed on: the part makes it its own, with its defaults in it.
         self.param_groups.append(self._take(self.param_groups.pop(), given))
 

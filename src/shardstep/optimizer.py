@@ -42,7 +42,7 @@ from shardstep.join import (
 from shardstep.layout.choose import Layouts
 from shardstep.local import LocalOptimizer, LocalState
 from shardstep.masters import Copies, Masters, Wide
-from shardstep.mixture import CLASS_KEY, Mixture, extras, names_a_class
+from shardstep.mixture import CLASS_KEY, Mixture, extras, names_a_class, no_defaults
 from shardstep.plan import Interval, ParamSpec, Piece, ShardPlan, share
 from shardstep.precision import MixedPrecision, resolve, warn_of_16_bits, widened
 from shardstep.reduce import ShardedGradients
@@ -430,7 +430,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     f"this optimizer was constructed with one class for all groups, so a group "
                     f"with {CLASS_KEY!r} cannot be added; name the class of a group from the start"
                 )
-            super(ZeroRedundancyOptimizer, self).add_param_group(param_group)
+            with no_defaults(self):
+                super(ZeroRedundancyOptimizer, self).add_param_group(param_group)
             plan, lines = self._plan_now()
             self._local.try_group(self.param_groups[-1])
             return plan, describe_options(self.param_groups[-1:]) + lines

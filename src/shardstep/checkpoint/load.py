@@ -104,7 +104,7 @@ def load(
             mine = needed[comm.group_rank :: comm.world_size]
             together(comm, what, lambda: checkpoint.verify(mine))
         if optimizer is not None:
-            optimizer._widen(index for index, param in match.found.items() if param.state)
+            optimizer._widen(match.given)
         loading = _Loading(match)
         together(comm, what, loading.read)
         loading.install(what)

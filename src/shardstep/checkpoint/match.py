@@ -283,6 +283,12 @@ class Match:
                 f"memory for {memory_nbytes():,}"
             )
 
+    @property
+    def given(self) -> list[int]:
+        """The numbers of the parameters that the checkpoint has a state or a master for."""
+        found = self.found.items()
+        return [index for index, param in found if param.state and param.state.node[1]]
+
     def mine(self, name: str) -> bool:
         """Whether this rank reads the tensor of the model for all."""
         return self.owners[name] == self.comm.group_rank
