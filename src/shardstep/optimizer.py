@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +15,7 @@ from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-d
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from shardstep.agree import agree, together
+from shardstep.agree import agree
 from shardstep.attach import ModuleTie, check_membership, describe_buffers, names_in
 from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.dcp.stateful import (
@@ -54,7 +53,6 @@ from shardstep.state.gaps import warn_of_gaps
 from shardstep.state.outside import numbered
 from shardstep.state.plain import (
     OURS,
-    describe_dict,
     described_in,
     install,
     load_share,
@@ -835,7 +833,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take this rank's share out of a full state dict.
 
-        Called on every rank, with the same dict; if ranks were given different ones, all raise.
         The dict may come from here, at any world size and layout, from the plain `torch.optim`
         class, or from FSDP2 and DDP with names for the parameters, nested or flat, as
         `get_optimizer_state_dict` gives it in full; names are matched to names. It is not changed,
@@ -846,8 +843,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             state_dict: what `state_dict()` returned.
 
         Raises:
-            ValueError: if it does not fit this optimizer's parameters; nothing is loaded then. If
-                that is so on some ranks only, a RuntimeError on the others.
+            ValueError: if it does not fit this optimizer's parameters; nothing is loaded then.
         """
         sharded = is_sharded(state_dict)
         state_dict = state_dict.copy()
@@ -855,48 +851,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             state_dict = pre_hook(self, state_dict) or state_dict
         if sharded:
             taken = read_sharded(self, state_dict)
-            masters, present = taken.masters, sorted(taken.present)
-            beside = {key: value for key, value in state_dict.items() if key not in OURS}
-            load = functools.partial(
-                install,
+            masters, present = taken.masters, taken.present
+            held = sorted(self._plan.intervals(self.rank))
+            install(
                 self.optim,
-                sorted(self._plan.intervals(self.rank)),
+                held,
                 taken.states,
                 taken.loose,
                 taken.groups,
                 self._plan.specs,
-                beside,
+                beside={key: value for key, value in state_dict.items() if key not in OURS},
             )
-            together(self._comm, "load_state_dict", load)
         else:
-            state_dict, masters, present = self._load_full(state_dict)
-        self._set_masters(masters)
-        self._rounding.step = state_dict.get("rounding_step", self._rounding.step)
-        self._local.publish_options()
-        warn_of_gaps(self._local, self._plan, self.rank, present)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def _load_full(self, given: StateDict) -> tuple[StateDict, dict[int, torch.Tensor], list[int]]:
-        """Let the local optimizer load its share of a full state dict. Called on every rank.
-
-        Returns:
-            The dict with numbers, this rank's masters, and which parameters it has state for.
-        """
-        names = [spec.name for spec in self._plan.specs]
-
-        def read() -> tuple[StateDict, list[str]]:
-            taken = dict(numbered(given, self.param_groups, names))
-            return taken, describe_dict(taken, self.param_groups, names)
-
-        # A rank that was given another dict would go on with other options or from other state, or
-        # raise while the others step on and wait for it.
-        state_dict = agree(self._comm, "load_state_dict", read)
-        self._widen(described_in(state_dict, self.param_groups))
-        masters: dict[int, torch.Tensor] = {}
-
-        def load() -> list[int]:
-            masters.update(masters_in(state_dict, self.param_groups, self._plan, self.rank))
+            names = [spec.name for spec in self._plan.specs]
+            state_dict = dict(numbered(state_dict, self.param_groups, names))
+            self._widen(described_in(state_dict, self.param_groups))
+            masters = masters_in(state_dict, self.param_groups, self._plan, self.rank)
             present = load_share(
                 state_dict,
                 groups=self.param_groups,
@@ -904,9 +874,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 group_rank=self.rank,
                 local=self.optim,
             )
-            return sorted(present)
-
-        return state_dict, masters, together(self._comm, "load_state_dict", load)[self.rank]
+        self._set_masters(masters)
+        self._rounding.step = state_dict.get("rounding_step", self._rounding.step)
+        self._local.publish_options()
+        warn_of_gaps(self._local, self._plan, self.rank, present)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def _widen(self, params: Iterable[int]) -> None:
         """Let these, which are about to be given state, have masters if they ever may.

@@ -10,7 +10,6 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.buffers import flat
-from shardstep.describe import describe_options
 from shardstep.dtensor import local_part
 from shardstep.layout.choose import ELEMENT_WISE
 from shardstep.mixture import Mixture, of_one_class
@@ -18,10 +17,7 @@ from shardstep.plan import Interval, ParamSpec, ShardPlan
 
 Groups = Sequence[Mapping[str, Any]]
 
-_DIVIDED = ("state", "param_groups", "masters")
-"""What there is for each parameter or group."""
-
-OURS = (*_DIVIDED, "rounding_step")
+OURS = ("state", "param_groups", "masters", "rounding_step")
 
 
 def pack_groups(groups: Groups) -> list[dict[str, Any]]:
@@ -121,45 +117,6 @@ def install(
     for part in local.parts if isinstance(local, Mixture) else [local]:
         if _casts_blindly(part):
             _restore_dtypes(local, part, state, [specs[index].dtype for index in held])
-
-
-def describe_dict(state_dict: Mapping[str, Any], groups: Groups, names: Sequence[str]) -> list[str]:
-    """A full state dict in words, for ranks to compare: all of it but the values of its tensors.
-
-    Args:
-        state_dict: the dict, with numbers or whatever stands for them in its groups.
-        groups: the parameter groups of all parameters.
-        names: the parameters' names.
-
-    Raises:
-        ValueError: if it does not fit.
-    """
-    index_of = _match(state_dict["param_groups"], groups)
-
-    def name(key: Any) -> str:
-        return repr(names[index_of[key]]) if key in index_of else f"{key!r}, of no parameter"
-
-    lines = describe_options(state_dict["param_groups"])
-    for what in ("state", "masters"):
-        for key, value in state_dict.get(what, {}).items():
-            lines.append(f"{what} of {name(key)}: {_form(value)}")
-    beside = {key: value for key, value in state_dict.items() if key not in _DIVIDED}
-    return [*lines, f"beside the state: {_form(beside)}"]
-
-
-def _form(value: Any) -> str:
-    """What ranks can compare of a value, wherever its tensors lie."""
-    if isinstance(value, torch.Tensor):
-        # Numbers, such as that of the step. The rest is large.
-        shown = f" {value.item()!r}" if value.numel() == 1 else ""
-        return f"{value.dtype}{list(value.shape)}{shown}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_form(item)}' for key, item in value.items())}}}"
-    if isinstance(value, (list, tuple, deque)):
-        return f"({', '.join(map(_form, value))})"
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    return type(value).__name__
 
 
 def described_in(state_dict: Mapping[str, Any], groups: Groups) -> list[int]:
