@@ -99,6 +99,8 @@ def measure_time(rank: int, folder: Path, rounds: int, slow_rounds: int) -> dict
                 f"round {turn}/{rounds}: { ({k: v[-1] for k, v in seconds.items()}) }", flush=True
             )
 
+    for turn in range(rounds + 1):
+        take_turns(turn)
     theirs = trained(TorchZero, model)
 
     def write_theirs() -> None:
