@@ -350,7 +350,10 @@ def unfreeze_after_loading(root: Path, way: str) -> list[Any]:
     if way == "native":
         ckpt.load(root / "saved", opt, model)
     else:
-        opt.load_state_dict(saved)
+        for rank in range(opt.world_size):  # one after the other: nobody waits for anybody
+            if opt.rank == rank:
+                opt.load_state_dict(saved)
+            dist.barrier()
         for param, value in zip(model.parameters(), values, strict=True):
             param.data.copy_(value)
     next(model.parameters()).requires_grad_(True)

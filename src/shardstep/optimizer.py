@@ -375,14 +375,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: if there are gradients that the next step would miss.
         """
-        if self._gradients.held():
-            raise RuntimeError(
-                f"rank {self.rank}: {what} would lose the gradients that are there for the next "
-                "step; do it before backward, or call zero_grad() first"
-            )
+        self._refuse_to_lose_gradients(what)
         plan = agree(self._comm, what, make)
-        self._gather.detach()
-        self._gradients.detach()
         before = self._plan
         params = parameters(self.param_groups)
 
@@ -397,10 +391,30 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
 
         states = move(self._local.states())
-        masters = move(self._masters()) if self._widened else {}
+        self._switch(plan, states, move(self._masters()) if self._widened else {})
+
+    def _refuse_to_lose_gradients(self, what: str) -> None:
+        if self._gradients.held():
+            raise RuntimeError(
+                f"rank {self.rank}: {what} would lose the gradients that are there for the next "
+                "step; do it before backward, or call zero_grad() first"
+            )
+
+    def _switch(
+        self, plan: ShardPlan, states: Mapping[int, Any], masters: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Step on the pieces of `plan` from now on, with what is given for them. Nothing is sent.
+
+        Args:
+            plan: the plan to be in force.
+            states: the state of this rank's pieces of it.
+            masters: the masters of those that have one already.
+        """
+        self._gather.detach()
+        self._gradients.detach()
         now_frozen = (
             index
-            for index, (old, new) in enumerate(zip(before.specs, plan.specs, strict=False))
+            for index, (old, new) in enumerate(zip(self._plan.specs, plan.specs, strict=False))
             if old.trainable and not new.trainable
         )
         self._home.detach(now_frozen)
@@ -884,8 +898,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _widen(self, params: Iterable[int]) -> None:
         """Let these, which are about to be given state, have masters if they ever may.
 
-        Called on every rank, with the same parameters. Those that train have them. State of one
-        that was frozen from the start is that of its master too, and must not be cast to 16 bits.
+        Those that train have them. State of one that was frozen from the start is that of its
+        master too, and must not be cast to 16 bits. Who owns what stays as it is, and nothing is
+        sent: a rank may load alone.
         """
         specs = self._plan.specs
         more = {
@@ -894,8 +909,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if self._precision.step_dtype(specs[index].dtype) != specs[index].dtype
         }
         if not more <= self._widened:
+            self._refuse_to_lose_gradients("loading state of frozen parameters")
             self._widened |= more
-            self._replan("loading state of frozen parameters", self._plan_now)
+            self._switch(self._plan, self._local.states(), self._masters())
 
     def _masters(self) -> dict[int, torch.Tensor]:
         """This rank's masters, by number of the parameter; empty if there are none.

@@ -104,7 +104,7 @@ def load(
             mine = needed[comm.group_rank :: comm.world_size]
             together(comm, what, lambda: checkpoint.verify(mine))
         if optimizer is not None:
-            optimizer._widen(match.given)
+            together(comm, what, lambda: optimizer._widen(match.given))
         loading = _Loading(match)
         together(comm, what, loading.read)
         loading.install(what)
