@@ -732,7 +732,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.optim.state.values(),
             self._shard.wide_nbytes,
             self._gradients.nbytes,
-            self._precision.wire_dtype if self._reducer is not None else None,
+            self._precision if self._reducer is not None else None,
         )
 
     def detach(self) -> None:

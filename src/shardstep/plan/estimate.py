@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardstep.plan.plan import ShardPlan
+from shardstep.plan.relay import gather_numel_sent, reduce_numel_sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ def share(
     plan: ShardPlan,
     group_rank: int,
     wire_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
+    sum_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
 ) -> Share:
     """What `group_rank` holds and sends under `plan`.
 
@@ -40,13 +42,15 @@ def share(
         plan: the placement.
         group_rank: which rank.
         wire_dtype: in which dtype gradients of parameters of a dtype travel; if not given, in that.
+        sum_dtype: in which dtype they are added up; if not given, in that of the parameters.
     """
     numel = nbytes = gathered = reduced = 0
     for bucket in plan.training_buckets:
         own = sum(piece.param_interval.numel for piece in bucket.pieces(group_rank))
         numel += own
         nbytes += own * bucket.dtype.itemsize
-        segment = bucket.segment(group_rank).numel
-        gathered += segment * bucket.dtype.itemsize * (plan.world_size - 1)
-        reduced += (bucket.numel - segment) * wire_dtype(bucket.dtype).itemsize
+        gathered += gather_numel_sent(bucket.cuts, group_rank) * bucket.dtype.itemsize
+        gradients, sums = reduce_numel_sent(bucket.cuts, group_rank)
+        reduced += gradients * wire_dtype(bucket.dtype).itemsize
+        reduced += sums * sum_dtype(bucket.dtype).itemsize
     return Share(group_rank, numel, nbytes, gathered, reduced)

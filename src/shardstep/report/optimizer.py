@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardstep.plan import ShardPlan, share
+from shardstep.precision import MixedPrecision
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def make_report(
     states: Iterable[Any],
     master_nbytes: int,
     gradient_nbytes: int,
-    wire_dtype: Callable[[torch.dtype], torch.dtype] | None,
+    reducing: MixedPrecision | None,
 ) -> Report:
     """Measure and estimate.
 
@@ -85,10 +86,12 @@ def make_report(
         states: the state that this rank has.
         master_nbytes: bytes of this rank's masters.
         gradient_nbytes: bytes kept for gradients.
-        wire_dtype: in which dtype gradients of parameters of a dtype are sent; None if the
-            optimizer does not reduce gradients itself.
+        reducing: in which dtypes gradients are sent and added up; None if the optimizer does not
+            reduce them itself.
     """
-    own = share(plan, rank, wire_dtype) if wire_dtype else share(plan, rank)
+    own = share(plan, rank)
+    if reducing is not None:
+        own = share(plan, rank, reducing.wire_dtype, reducing.step_dtype)
     total = sum(spec.nbytes for spec in plan.specs if spec.trainable)
     return Report(
         rank=rank,
@@ -99,7 +102,7 @@ def make_report(
         gradient_nbytes=gradient_nbytes,
         master_nbytes=master_nbytes,
         state_nbytes=sum(map(tensor_nbytes, states)),
-        reduce_nbytes=own.reduce_nbytes_sent if wire_dtype else 0,
+        reduce_nbytes=own.reduce_nbytes_sent if reducing else 0,
         gather_nbytes=own.gather_nbytes_sent,
     )
 

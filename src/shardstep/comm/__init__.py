@@ -1,0 +1,10 @@
+"""The only door to collectives: how bytes travel on each backend, and how many did.
+
+Everything above talks to a `Comm`. It moves raw bytes, so that every dtype travels alike, and it
+counts what it sends. There are two: `SoloComm` for one rank, and `GroupComm` over a process group.
+"""
+
+from shardstep.comm.base import Comm, Ledger, Pending, SoloComm
+from shardstep.comm.group import GroupComm, connect
+
+__all__ = ["Comm", "GroupComm", "Ledger", "Pending", "SoloComm", "connect"]

@@ -1,0 +1,308 @@
+"""Exchanges in which one rank has most: evened out, to the same bits, with nobody left waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from problems import same_bits
+from ranks import run_ranks
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer
+from shardstep.comm import connect
+from shardstep.plan import gather_numel_sent, reduce_numel_sent, relay
+
+UNIT = 64
+
+#: Segments of five ranks, in thousands of elements; all but the last are relayed.
+LENGTHS = {
+    "one has all": [0, 0, 400, 0, 0],
+    "one has most": [20, 900, 0, 60, 20],
+    "the first and hardly another": [500, 0, 0, 0, 1],
+    "two have much": [100, 60, 40, 40, 60],
+}
+
+
+def bounds(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate((1000 * UNIT // 64 * length for length in lengths), initial=0))
+
+
+# ------------------------------------------------------------------------------------- on paper
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[int, ...]:
+    """Bounds of the segments of up to 70 ranks, often with one that has nearly all."""
+    size = draw(st.integers(2, 70))
+    lengths = draw(st.lists(st.integers(0, 300), min_size=size, max_size=size))
+    if draw(st.booleans()):
+        lengths[draw(st.integers(0, size - 1))] = draw(st.integers(1000, 100_000))
+    return tuple(accumulate((UNIT * length for length in lengths), initial=0))
+
+
+@given(cuts())
+def test_nobody_sends_or_receives_much_more_than_twice_the_whole(cuts: tuple[int, ...]) -> None:
+    size, total = len(cuts) - 1, cuts[-1]
+    if total < 2**16:
+        assert relay(cuts) is None
+        return
+    # Rank to rank, nobody can have more than N - 1 times all; four ranks are left at that.
+    bound = 2 * total * (size - 1) / (size - 2) if size > 4 else 3 * total
+    bound += 2 * UNIT * size  # slices are whole alignment units
+    route = relay(cuts)
+    segments = [stop - start for start, stop in pairwise(cuts)]
+    for rank in range(size):
+        others = [other for other in range(size) if other != rank]
+        if route is None:
+            assert segments[rank] * (size - 1) <= bound
+            assert gather_numel_sent(cuts, rank) == segments[rank] * (size - 1)
+            assert reduce_numel_sent(cuts, rank) == (total - segments[rank], 0)
+            continue
+        received = sum(
+            route.from_owner(other, rank).numel + route.to_all(other, rank).numel
+            for other in others
+        )
+        assert received <= bound
+        assert gather_numel_sent(cuts, rank) <= bound
+        assert sum(reduce_numel_sent(cuts, rank)) <= bound
+        parts = route.slices[rank].numel * (size - 1)
+        assert parts + segments[rank] <= bound
+
+
+@given(cuts())
+def test_a_relayed_gather_delivers_everything_to_everybody(cuts: tuple[int, ...]) -> None:
+    route = relay(cuts)
+    if route is None:
+        return
+    size = len(cuts) - 1
+    ranks = range(size)
+    for rank in ranks:
+        assert sum(route.from_owner(owner, rank).numel for owner in ranks) == (
+            route.slices[rank].numel
+        ), "a slice is complete after the first round"
+        has = [route.segments[rank], route.slices[rank]]
+        has += [route.to_all(other, rank) for other in ranks if other != rank]
+        covered = torch.zeros(cuts[-1] // UNIT, dtype=torch.bool)
+        for interval in has:
+            covered[interval.start // UNIT : interval.stop // UNIT] = True
+        assert covered.all()
+
+
+@given(cuts())
+def test_relayed_sums_go_to_their_owner_once(cuts: tuple[int, ...]) -> None:
+    route = relay(cuts)
+    if route is None:
+        return
+    for segment in route.segments:
+        parts = [slice_.intersect(segment) for slice_ in route.slices]
+        assert sum(part.numel for part in parts) == segment.numel
+
+
+def test_few_ranks_and_even_segments_go_straight() -> None:
+    assert relay((0, 0, 0, 0, 2**24)) is None
+    assert relay((0, 0, 0, 0, 0, 2**24)) is not None
+    assert relay(range(0, 5 * 2**20 + 1, 2**20)) is None
+    assert relay(bounds([100, 100, 100, 99, 100])) is None
+
+
+# ---------------------------------------------------------------------------------- over a group
+
+
+class Sent:
+    """How many bytes this rank has really sent."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._isend = dist.isend
+
+    def __call__(self, data: Tensor, **options: Any) -> Any:
+        self.nbytes += data.nbytes
+        return self._isend(data, **options)
+
+
+def exchange_everything(again: bool) -> list[str]:
+    failures = []
+    comm = connect(None).again() if again else connect(None)
+    rank, size = comm.group_rank, comm.world_size
+    flying: list[tuple[str, Any, Tensor, Tensor]] = []
+    sent = Sent()
+    with mock.patch.object(dist, "isend", sent):
+        for number, (name, lengths) in enumerate(LENGTHS.items()):
+            edges = bounds(lengths)
+            own = slice(edges[rank], edges[rank + 1])
+            random = torch.Generator().manual_seed(number)
+            for wire, kept in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
+                parts = [torch.randn(edges[-1], generator=random).to(wire) for _ in range(size)]
+                buffer = torch.full_like(parts[0], torch.nan)
+                buffer[own] = parts[0][own]
+                flying.append((name, comm.all_gather(buffer, edges), buffer, parts[0]))
+                out = torch.full((own.stop - own.start,), torch.nan, dtype=kept)
+                total = parts[0][own].to(kept)
+                for part in parts[1:]:
+                    total = total + part[own].to(kept)
+                pending = comm.reduce_scatter(parts[rank].clone(), edges, out)
+                flying.append((name, pending, out, total))
+                if rank == number % size:  # some wait in between, for something else each
+                    flying[len(flying) // 2][1].wait()
+        for name, pending, found, expected in flying[:: -1 if rank % 2 else 1]:
+            pending.wait()
+            pending.wait()
+            if not same_bits(found, expected):
+                failures.append(f"{name}, {found.dtype}, {len(found)} elements")
+    counted = sum(comm.ledger.nbytes_sent.values())
+    if sent.nbytes != counted:
+        failures.append(f"sent {sent.nbytes} bytes and counted {counted}")
+    return failures
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_relayed_and_straight_exchanges_in_flight_together_give_the_right_bits(
+    again: bool,
+) -> None:
+    assert [relay(bounds(lengths)) is not None for lengths in LENGTHS.values()] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert run_ranks(exchange_everything, 5, again) == [[]] * 5
+
+
+def launch_and_leave() -> bool:
+    """Rank 3 does not wait for what it has launched until the others have it."""
+    comm = connect(None).again()
+    edges = bounds(LENGTHS["one has most"])
+    expected = torch.arange(edges[-1], dtype=torch.float32)
+    buffer = torch.zeros_like(expected)
+    own = slice(edges[comm.group_rank], edges[comm.group_rank + 1])
+    buffer[own] = expected[own]
+    pending = comm.all_gather(buffer, edges)
+    comm.push()
+    if comm.group_rank != 3:
+        pending.wait()
+    dist.barrier()
+    pending.wait()
+    return torch.equal(buffer, expected)
+
+
+def test_a_rank_that_has_no_use_for_a_gather_keeps_nobody_waiting() -> None:
+    assert run_ranks(launch_and_leave, 5, timeout=30.0) == [True] * 5
+
+
+# ------------------------------------------------------------------------------------- training
+
+
+class Lookup(nn.Module):
+    """A table that is most of the model, and a layer."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table = nn.Embedding(700, 128, dtype=dtype)
+        self.head = nn.Linear(128, 16, dtype=dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens))
+
+
+def train(straight: bool, overlap: bool, dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Lookup(dtype)
+    with mock.patch("shardstep.plan.relay.MIN_NUMEL", 2**40 if straight else 2**16):
+        opt = ZeroRedundancyOptimizer(
+            model.parameters(),
+            torch.optim.Adafactor,
+            module=model,
+            overlap=overlap,
+            precision=MixedPrecision() if dtype is torch.bfloat16 else None,
+            lr=0.01,
+        )
+        relayed = [relay(bucket.cuts) is not None for bucket in opt.plan.buckets]
+        assert any(relayed) is not straight
+        losses = []
+        for step in range(4):
+            for half in range(2):  # accumulated
+                torch.manual_seed(100 * step + 10 * half + dist.get_rank())
+                loss = model(torch.randint(700, (64,))).float().square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            opt.clip_grad_norm_(0.5)
+            if step % 2 and dist.get_rank() == 1:
+                model.head.weight.sum()  # another order of reading on one rank
+            opt.step()
+            opt.zero_grad()
+        return [param.detach().clone() for param in model.parameters()] + losses
+
+
+def train_both_ways(overlap: bool, dtype: torch.dtype) -> bool:
+    one, other = train(True, overlap, dtype), train(False, overlap, dtype)
+    return all(same_bits(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_training_with_a_dominating_table_is_the_same_relayed_and_straight(
+    overlap: bool, dtype: torch.dtype
+) -> None:
+    assert run_ranks(train_both_ways, 5, overlap, dtype) == [True] * 5
+
+
+def step_and_leave() -> bool:
+    """Rank 3 has no use for the new parameters until the others have used them."""
+    torch.manual_seed(0)
+    model = Lookup(torch.float32)
+    opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adafactor, module=model)
+    model(torch.arange(64)).sum().backward()
+    opt.step()
+    if dist.get_rank() != 3:
+        model(torch.arange(64))
+    dist.barrier()
+    return bool(model(torch.arange(64)).isfinite().all())
+
+
+def test_a_rank_that_does_not_use_its_parameters_keeps_nobody_waiting() -> None:
+    assert run_ranks(step_and_leave, 5, timeout=30.0) == [True] * 5
+
+
+def say_what_is_sent() -> tuple[int, int]:
+    torch.manual_seed(0)
+    model = Lookup(torch.float32)
+    opt = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.Adafactor, module=model, overlap=False
+    )
+    sent = Sent()
+    with mock.patch.object(dist, "isend", sent):
+        model(torch.arange(64)).sum().backward()
+        opt.step()
+    flags = len(list(model.parameters())) * (dist.get_world_size() - 1)
+    report = opt.report()
+    return sent.nbytes - flags, report.reduce_nbytes + report.gather_nbytes
+
+
+def test_the_report_says_what_is_really_sent() -> None:
+    for sent, said in run_ranks(say_what_is_sent, 5):
+        assert sent == said
+
+
+def keep_dying() -> str:
+    comm = connect(None)
+    edges = bounds([0, 0, 40_000, 0, 0])
+    buffer = torch.zeros(edges[-1])
+    comm.all_gather(buffer[: 5 * UNIT], range(0, 5 * UNIT + 1, UNIT)).wait()
+    if comm.group_rank == 4:
+        raise ValueError("gone")
+    comm.all_gather(buffer, edges).wait()
+    return "no error"
+
+
+def test_a_rank_that_fails_shows_on_the_others() -> None:
+    with pytest.raises(Exception, match="gone") as caught:
+        run_ranks(keep_dying, 5, timeout=20.0)
+    assert "gathering parameters" in str(caught.value)
