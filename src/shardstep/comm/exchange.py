@@ -2,8 +2,8 @@
 
 All messages of a round are in flight at once. Gloo's own reduce-scatter sends as much as an
 all-reduce; here each rank adds up the contributions to its segment itself, in rank order, so that
-the sum is the same from run to run. Where a segment is most of the buffer its owner would send and
-receive all of that N - 1 times: those go in two rounds, as `plan/relay.py` says, to the same bits.
+the sum is the same from run to run. Among more than a few ranks segments of different lengths go in
+two rounds, as `plan/relay.py` says, and come to the same bits.
 
 Note [A connection for each direction]
 
@@ -50,7 +50,7 @@ class Exchange:
         self._rank = dist.get_rank(upwards)
         self._size = dist.get_world_size(upwards)
         self._tag = 0
-        self._halfway: deque[_Relayed] = deque()
+        self._halfway: deque[_Exchanged] = deque()
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
         """Fill `buffer` with every rank's segment. Called on every rank."""
@@ -61,9 +61,8 @@ class Exchange:
         if route is not None:
             return self._relay_gather(name, buffer, route)
         segments = [buffer[start:stop] for start, stop in pairwise(cuts)]
-        return Works(
-            name, self._round(self._tags(1)[0], [segments[self._rank]] * self._size, segments)
-        )
+        own = [segments[self._rank]] * self._size
+        return self._launched(name, self._round(self._tags(1)[0], own, segments))
 
     def _relay_gather(self, name: str, buffer: torch.Tensor, route: Relay) -> Pending:
         rank, ranks = self._rank, range(self._size)
@@ -81,7 +80,7 @@ class Exchange:
                 [buffer[route.to_all(other, rank).slice] for other in ranks],
             )
 
-        return self._in_two_rounds(name, first, second)
+        return self._launched(name, first, second)
 
     def reduce_scatter(
         self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
@@ -97,7 +96,7 @@ class Exchange:
         segments = [buffer[start:stop] for start, stop in pairwise(cuts)]
         parts = self._room_for_parts(segments[self._rank])
         works = self._round(self._tags(1)[0], segments, parts)
-        return Then(Works(name, works), lambda: _add_up(parts, out))
+        return Then(self._launched(name, works), lambda: _add_up(parts, out))
 
     def _relay_reduction(
         self, name: str, buffer: torch.Tensor, route: Relay, out: torch.Tensor
@@ -123,19 +122,20 @@ class Exchange:
             incoming[rank].copy_(outgoing[rank])
             return self._round(tags[1], outgoing, incoming)
 
-        return self._in_two_rounds(name, first, second)
+        return self._launched(name, first, second)
 
     def _room_for_parts(self, own: torch.Tensor) -> list[torch.Tensor]:
         """This rank's contribution to what it adds up, and room for those of the others."""
         ranks = range(self._size)
         return [own if source == self._rank else torch.empty_like(own) for source in ranks]
 
-    def _in_two_rounds(
-        self, name: str, first: list[Any], second: Callable[[], list[Any]]
+    def _launched(
+        self, name: str, first: list[Any], second: Callable[[], list[Any]] | None = None
     ) -> Pending:
-        relayed = _Relayed(name, first, second, self.push)
-        self._halfway.append(relayed)
-        return relayed
+        launched = _Exchanged(name, first, second, self.push)
+        if second is not None:
+            self._halfway.append(launched)
+        return launched
 
     def push(self) -> None:
         """Begin the second round of whatever is in its first. Called on every rank."""
@@ -178,19 +178,19 @@ class Exchange:
         return self._upwards if source < target else self._downwards
 
 
-class _Relayed:
-    """An exchange in two rounds."""
+class _Exchanged:
+    """An exchange in one round or two."""
 
     def __init__(
         self,
         name: str,
         first: list[Any],
-        second: Callable[[], list[Any]],
+        second: Callable[[], list[Any]] | None,
         push_all: Callable[[], None],
     ) -> None:
         self._name = name
         self._round = Works(name, first)
-        self._second: Callable[[], list[Any]] | None = second
+        self._second = second
         self._push_all = push_all
 
     def push(self) -> None:
@@ -202,7 +202,8 @@ class _Relayed:
             self._second = None
 
     def wait(self) -> None:
-        """Wait for both."""
+        """Wait for all of it."""
+        # Another rank may be waiting for the second round of another.
         self._push_all()
         self.push()  # again, if that failed: it says so
         self._round.wait()

@@ -1,14 +1,14 @@
-"""How an exchange in which one rank has far more than its share is evened out.
+"""How an exchange of segments of different lengths is evened out.
 
 Rank to rank, a segment goes from its owner to each of the others, and its gradients come from each
-of them: the owner of a segment that is most of a bucket sends, receives and holds N - 1 times what
-the others do, while their links idle. Such an exchange is relayed. The bucket is cut into a slice
-for each rank, whoever owns what lies in it. To gather, an owner hands each rank its slice, and each
-rank hands its slice to all others: every byte still arrives once. To reduce, each rank adds up its
-slice, and hands the sum to the owner: that takes one Nth more bytes in all.
+of them: whoever owns most of a bucket sends, receives and holds up to N - 1 times the bucket, while
+the links of the others idle. Among more than a few ranks such an exchange is relayed: the bucket is
+cut into a slice for each rank, whoever owns what lies in it, and the longer the slice, the less of
+the bucket the rank owns. To gather, an owner hands each rank its slice, and each rank hands its
+slice to all others. To reduce, each rank adds up its slice and hands the sum to the owner.
 
-Either way no rank sends, receives or holds on the way much more than twice the bucket, whatever the
-cuts and however many ranks there are.
+Either way nobody sends or receives more than the bucket once, whatever the segments. Where all are
+equal it would be (N - 1) / N of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from functools import lru_cache
 from itertools import pairwise
 
 from shardstep.plan.interval import Interval
-from shardstep.plan.placement import aligned
+from shardstep.plan.placement import ALIGNMENT
+
+STRAIGHT_UP_TO = 4
+"""Up to so many ranks, every exchange goes straight: a relayed one would save little, and a
+reduction takes 1 / (N - 1) more than where the segments happen to be equal."""
 
 MIN_NUMEL = 2**16
 """Below this many elements it is the number of messages that counts, not their length."""
@@ -27,7 +31,7 @@ MIN_NUMEL = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """The messages of a relayed exchange; both kinds have two rounds of them.
+    """The messages of a relayed exchange; a gather and a reduction have two rounds of them each.
 
     Attributes:
         segments: for each rank, what it owns.
@@ -49,12 +53,8 @@ class Relay:
 
 
 def relay(cuts: Sequence[int]) -> Relay | None:
-    """How to relay an exchange of segments with these bounds; None if it is better straight.
-
-    Straight, the owner of the longest segment sends it N - 1 times; relayed, everybody sends about
-    the bucket once and the owner its segment once more. Relayed is what takes at most half.
-    """
-    if isinstance(cuts, range) or cuts[-1] < MIN_NUMEL:
+    """How to relay an exchange of segments with these bounds; None if it goes straight."""
+    if isinstance(cuts, range) or len(cuts) - 1 <= STRAIGHT_UP_TO or cuts[-1] < MIN_NUMEL:
         return None
     return _relay(tuple(cuts))
 
@@ -63,11 +63,12 @@ def relay(cuts: Sequence[int]) -> Relay | None:
 def _relay(cuts: tuple[int, ...]) -> Relay | None:
     size, total = len(cuts) - 1, cuts[-1]
     segments = tuple(Interval(start, stop) for start, stop in pairwise(cuts))
-    longest = max(segment.numel for segment in segments)
-    if longest * (size - 2) <= 2 * total:
+    if len({segment.numel for segment in segments}) == 1:
         return None
-    step = aligned(-(-total // size))
-    bounds = [min(rank * step, total) for rank in range(size + 1)]
+    # A slice has an (N - 1)th of what its rank does not own. Its rank hands it to N - 1 others, and
+    # what it does own to others once: that makes the bucket once, for each rank.
+    bounds = [(rank * total - cuts[rank]) // (size - 1) for rank in range(size)]
+    bounds = [bound // ALIGNMENT * ALIGNMENT for bound in bounds] + [total]
     return Relay(segments, tuple(Interval(start, stop) for start, stop in pairwise(bounds)))
 
 
