@@ -2,8 +2,8 @@
 
 All messages of a round are in flight at once. Gloo's own reduce-scatter sends as much as an
 all-reduce; here each rank adds up the contributions to its segment itself, in rank order, so that
-the sum is the same from run to run. Among more than a few ranks segments of different lengths go in
-two rounds, as `plan/relay.py` says, and come to the same bits.
+the sum is the same from run to run. Where somebody has much more than the others an exchange goes
+in two rounds, as `plan/relay.py` says, and comes to the same bits.
 
 Note [A connection for each direction]
 
