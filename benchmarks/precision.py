@@ -1,6 +1,6 @@
 """What 16-bit parameters cost in loss: fp32, and bf16 with masters, without, and at random.
 
-    python benchmarks/precision.py --out benchmarks/results/precision-1e-4.json
+    python benchmarks/precision.py --jobs 1 --out benchmarks/results/precision.json
 
 The demo's GPT is trained on the same batches from the same weights, sharded with `module=` over two
 ranks, five ways: in fp32; in fp32 from weights that were rounded to bf16 once, which shows how far
@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -105,20 +106,25 @@ def _train(way: Way, seed: int, steps: int, lr: float) -> dict[str, Any]:
     }
 
 
-def _rank_main(rank: int, folder: str, options: argparse.Namespace) -> None:
+def _rank_main(rank: int, folder: str, name: str, seed: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE
     )
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
-    for seed in range(options.seeds):
-        for name, way in WAYS.items():
-            runs[name].append(_train(way, seed, options.steps, options.lr))
-            if rank == 0:
-                print(f"seed {seed}, {name}: {runs[name][-1]['held_out']:.4f}", flush=True)
+    run = _train(WAYS[name], seed, options.steps, options.lr)
     if rank == 0:
-        Path(folder, "runs.json").write_text(json.dumps(runs))
+        print(f"seed {seed}, {name}: {run['held_out']:.4f}", flush=True)
+        Path(folder, "run.json").write_text(json.dumps(run))
     dist.destroy_process_group()
+
+
+def _run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Train one model on ranks of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (folder, name, seed, options)
+        multiprocessing.spawn(_rank_main, arguments, nprocs=WORLD_SIZE)  # type: ignore[no-untyped-call]
+        run: dict[str, Any] = json.loads(Path(folder, "run.json").read_text())
+        return run
 
 
 def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -133,7 +139,10 @@ def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             "above_fp32": [round(value, 5) for value in above],
             "losses": each[0]["losses"],
         }
-    return {"ways": ways, "stdev_of_fp32_between_seeds": round(stdev(base), 5)}
+    return {
+        "ways": ways,
+        "stdev_of_fp32_between_seeds": round(stdev(base), 5) if len(base) > 1 else None,
+    }
 
 
 def _result(runs: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> dict[str, Any]:
@@ -199,10 +208,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--out", type=Path, help="write the numbers here, as JSON, and a PNG")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of two ranks each")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank_main, (folder, options), nprocs=WORLD_SIZE)  # type: ignore[no-untyped-call]
-        runs = json.loads(Path(folder, "runs.json").read_text())
+    with ThreadPoolExecutor(options.jobs) as pool:
+        started = {
+            name: [pool.submit(_run, name, seed, options) for seed in range(options.seeds)]
+            for name in WAYS
+        }
+        runs = {name: [run.result() for run in each] for name, each in started.items()}
     result = _result(runs, options)
     for name, way in result["ways"].items():
         print(f"{name:22} {mean(way['held_out']):.4f}  {way['mean_above_fp32']:+.4f}")
