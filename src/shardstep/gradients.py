@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Protocol
 
 import torch
@@ -131,10 +132,15 @@ class FullGradients:
             )
         norm = wide_norm(self._params, dtypes, norm_type)
         refuse_nonfinite(norm, norm_type, error_if_nonfinite)
-        # Torch's functions on lists of tensors take DTensors or plain tensors, not both.
-        plain = [param for param in self._params if not is_dtensor(param)]
-        for params in (plain, list(self._dtensors.values())):
-            torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
+        # Torch's functions on lists of tensors take DTensors or plain tensors, not both; and before
+        # 2.13 they leave a DTensor that is a sum still to be taken as it was. To scale a part of it
+        # is right for any placement.
+        parts = [
+            SimpleNamespace(grad=local_part(param.grad))
+            for param in self._params
+            if param.grad is not None
+        ]
+        torch.nn.utils.clip_grads_with_norm_(parts, max_norm, norm, foreach)  # type: ignore[arg-type]
         return norm
 
     def full(self, param: int) -> torch.Tensor | None:
