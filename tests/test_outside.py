@@ -23,7 +23,7 @@ from problems import LAYOUTS, copies, difference, differing, set_gradients
 from ranks import run_ranks
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.checkpoint import by_name
-from shardstep.state.outside import bare
+from shardstep.names import bare
 
 MODES = ("nested", "flat")
 

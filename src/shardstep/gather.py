@@ -38,6 +38,7 @@ import torch
 from shardstep.buffers import Home
 from shardstep.comm import Comm, Pending
 from shardstep.hooks import Hook
+from shardstep.placeholder import flatten
 from shardstep.plan import Bucket, ShardPlan
 
 
@@ -294,7 +295,7 @@ class _Watched:
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        for leaf in _flatten((args, kwargs)):
+        for leaf in flatten((args, kwargs)):
             if isinstance(leaf, _Watched):
                 _land(leaf)
         return func(*args, **(kwargs or {}))
@@ -340,17 +341,6 @@ _METADATA = frozenset(
     }
 )
 """What can be asked of a parameter without reading its data."""
-
-
-def _flatten(value: Any) -> Iterable[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flatten(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _flatten(item)
-    else:
-        yield value
 
 
 _alive: weakref.WeakSet[GatherAhead] = weakref.WeakSet()

@@ -8,7 +8,7 @@ is added is kept aside and reduced with the next round), lets `zero_grad` clear 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -96,7 +96,7 @@ class ShardedGrad(torch.Tensor):
         grads = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
         mixed = not all(isinstance(grad, ShardedGrad) for grad in grads)
         if act is None or (mixed and act is not _zero_each):
-            found = next(a for a in _flatten(args) if isinstance(a, ShardedGrad))
+            found = next(a for a in flatten(args) if isinstance(a, ShardedGrad))
             raise RuntimeError(
                 f"{func.overloadpacket.__name__} cannot be done on the gradient of parameter "
                 f"{found.param_name!r}: it lies divided among the ranks. Use "
@@ -150,7 +150,12 @@ _ACTS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _flatten(args: Any) -> list[Any]:
-    if isinstance(args, (list, tuple)):
-        return [leaf for item in args for leaf in _flatten(item)]
-    return [args]
+def flatten(value: Any) -> Iterator[Any]:
+    """Whatever lies in the arguments of a call, however deep."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from flatten(item)
+    elif isinstance(value, Mapping):
+        yield from flatten(list(value.values()))
+    else:
+        yield value

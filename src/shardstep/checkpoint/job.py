@@ -28,12 +28,13 @@ from shardstep.checkpoint.contents import (
 )
 from shardstep.checkpoint.folder import Staging, keep_last, write_text
 from shardstep.checkpoint.mastered import MASTER, joined
-from shardstep.checkpoint.names import names_of, tensors_of, uncompiled, unwrapped
+from shardstep.checkpoint.names import names_of, tensors_of, unwrapped
 from shardstep.checkpoint.safetensors import Digest, Progress, Source, no_progress, write
 from shardstep.checkpoint.shelves import Shelves, deal, holders_of, made_by, state_key, texts_of
 from shardstep.comm import Comm, connect
 from shardstep.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.mixture import extras, full_name
+from shardstep.names import unwrapped_name
 from shardstep.plan import Box, Holding, boxes
 from shardstep.state.exchange import Kept, survey
 from shardstep.state.tree import Node, encode, with_leaves
@@ -321,7 +322,7 @@ def _unsaveable(options: Mapping[str, Any]) -> list[str]:
 def _saved_model(shelves: Shelves, model: torch.nn.Module) -> SavedModel:
     """Deal the model's tensors, which every rank has, to the ranks to be written."""
     found, aliases, rest = model_tensors(model)
-    shared = {uncompiled(name) for name, _ in model.named_buffers()}
+    shared = {unwrapped_name(name) for name, _ in model.named_buffers()}
     tensors = {}
     for name, rank in deal(found, shared, shelves.world_size).items():
         tensor = found[name]
@@ -351,7 +352,7 @@ def sort_out(
     rest: dict[str, Any] = {}
     places: dict[Any, str] = {}
     for name, value in state_dict.items():
-        name = uncompiled(name)
+        name = unwrapped_name(name)
         if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == EXTRA_STATE:
             rest[name] = value
             continue

@@ -27,10 +27,11 @@ from shardstep.checkpoint.contents import SavedParam, Stored
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import comm_of
 from shardstep.checkpoint.mastered import parted
-from shardstep.checkpoint.match import Match, some, summary
+from shardstep.checkpoint.match import Match, summary
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.comm import Comm
 from shardstep.mixture import CLASS_KEY, Mixture
+from shardstep.names import some
 from shardstep.plan import Box, Interval, ParamSpec, boxes
 from shardstep.state.plain import install
 from shardstep.state.tree import Leaf

@@ -17,11 +17,12 @@ from shardstep.checkpoint.contents import SavedModel, SavedOptimizer, SavedParam
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import EXTRA_STATE, kind_of, model_tensors
 from shardstep.checkpoint.mastered import MASTER, master_of, own_entries
-from shardstep.checkpoint.names import names_of, tensors_of, uncompiled, unwrapped
+from shardstep.checkpoint.names import names_of, tensors_of, unwrapped
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.shelves import deal
 from shardstep.comm import Comm
 from shardstep.dtensor import NO_OFFSETS, refuse_dtensors
+from shardstep.names import some, unwrapped_name
 from shardstep.state.limits import STATE_NBYTES, STATE_RATIO, memory_nbytes
 from shardstep.state.tree import Node, leaves
 
@@ -213,7 +214,7 @@ class Match:
             there_is[name]: (name, old) for name, old in rest.items() if there_is[name] in told
         }
         self.modules = {
-            uncompiled(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE): module
+            unwrapped_name(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE): module
             for name, module in model.named_modules()
         }
 
@@ -315,9 +316,3 @@ def summary(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     if unexpected:
         parts.append(f"in the checkpoint but not here: {some(unexpected)}")
     return "; ".join(parts)
-
-
-def some(names: Sequence[str]) -> str:
-    """The first few of these names."""
-    shown = ", ".join(repr(name) for name in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

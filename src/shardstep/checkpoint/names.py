@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardstep.attach import names_in
+from shardstep.names import bare
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -24,16 +25,6 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             model = original
         else:
             return model
-
-
-def canonical(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
-    return uncompiled(name).removeprefix("module.")
-
-
-def uncompiled(name: str) -> str:
-    """A name in a model without what torch.compile puts into it, of parts of the model too."""
-    return name.replace("_orig_mod.", "")
 
 
 def tensors_of(
@@ -55,15 +46,11 @@ def names_of(
     neither has a name for is called by its number.
     """
     in_model = names_in(unwrapped(model)) if model is not None else {}
-    names = []
-    numbered = 0
-    for index, (param, spec) in enumerate(
-        zip(optimizer._params, optimizer.plan.specs, strict=True)
-    ):
-        # The same is left out of both: one may be told to a save and the other to a load.
-        names.append(canonical(in_model.get(id(param)) or spec.name))
-        numbered += names[-1] == f"param {index}"
+    pairs = zip(optimizer._params, optimizer.plan.specs, strict=True)
+    # The same is left out of both: one may be told to a save and the other to a load.
+    names = bare(in_model.get(id(param)) or spec.name for param, spec in pairs)
+    numbers = [f"param {index}" for index in range(len(names))]
     if len(set(names)) != len(names):
         # Names from two models that are trained together: only their places tell them apart.
-        return [f"param {index}" for index in range(len(names))], True
-    return names, numbered == len(names)
+        return numbers, True
+    return names, names == numbers

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection
 
 from shardstep.local import LocalOptimizer
+from shardstep.names import some
 from shardstep.plan import ShardPlan
 
 
@@ -44,9 +45,9 @@ def warn_of_gaps(
     if len(lacking) == len(trainable):
         message = "the loaded state is empty: this resumes from zero"
     else:
-        names = ", ".join(repr(plan.specs[index].name) for index in missed[:3])
+        names = some(plan.specs[index].name for index in missed)
         message = (
             f"the loaded state has nothing for {len(missed)} of {len(trainable)} trainable "
-            f"parameters ({names}{', ...' if len(missed) > 3 else ''}): these resume from zero"
+            f"parameters ({names}): these resume from zero"
         )
     warnings.warn(message, UserWarning, stacklevel=3)

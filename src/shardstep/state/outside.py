@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from shardstep.names import bare, some
+
 Groups = Sequence[Mapping[str, Any]]
-
-_INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""What torch.compile, activation checkpointing and FSDP put into names, at any depth."""
-
-
-def bare(names: Iterable[str], ddp: bool = True) -> list[str]:
-    """The names without what wrappers put into them.
-
-    Args:
-        names: all parameters' names: DDP stands before every one of them, or before none.
-        ddp: whether the module may have been wrapped in DDP.
-    """
-    found = list(names)
-    for wrapper in _INSIDE:
-        found = [name.replace(wrapper, "") for name in found]
-    if ddp and all(name.startswith("module.") for name in found):
-        found = [name.removeprefix("module.") for name in found]
-    return found
 
 
 def numbered(
@@ -69,7 +53,7 @@ def numbered(
         if match is None:
             raise ValueError(
                 f"the loaded state dict has no parameter group of just the parameters of group "
-                f"{number} here ({_some(group)}); construct the optimizer with the same groups as "
+                f"{number} here ({some(group)}); construct the optimizer with the same groups as "
                 "the saved one"
             )
         left.remove(match)
@@ -145,7 +129,7 @@ def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:
     theirs, ours = bare(saved), bare(names)
     if all(name == f"param {number}" for number, name in enumerate(ours)) and theirs != ours:
         raise ValueError(
-            f"the loaded state dict knows its parameters by name ({_some(saved)}), but this "
+            f"the loaded state dict knows its parameters by name ({some(saved)}), but this "
             "optimizer was given parameters without names; construct it from "
             "model.named_parameters() or with module=model"
         )
@@ -157,7 +141,7 @@ def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:
         raise ValueError(
             "the loaded state dict is about other parameters than this optimizer: "
             + "; ".join(
-                f"{what} {len(which)} ({_some(which)})"
+                f"{what} {len(which)} ({some(which)})"
                 for what, which in (("it lacks", missing), ("unknown here are", unknown))
                 if which
             )
@@ -179,7 +163,7 @@ def _nested(
     if not options:
         raise ValueError(
             "this is not the state dict of an optimizer: it has neither 'param_groups' nor "
-            f"'param_groups.NAME.OPTION' among its keys ({_some(flat)})"
+            f"'param_groups.NAME.OPTION' among its keys ({some(flat)})"
         )
     saved = list(options)
     index_of = dict(
@@ -252,9 +236,3 @@ def _nothing(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_nothing, value))
     return value is None
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = ", ..." if len(listed) > 3 else ""
-    return ", ".join(map(repr, listed[:3])) + more

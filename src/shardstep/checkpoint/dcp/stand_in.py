@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from shardstep.placeholder import flatten
 from shardstep.plan import Box, Interval, ParamSpec, boxes
 
 aten = torch.ops.aten
@@ -200,7 +201,7 @@ class StandIn(torch.Tensor):
         act = _ACTS.get(func.overloadpacket)
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if act is None or not all(isinstance(tensor, StandIn) for tensor in tensors):
-            found = next(leaf for leaf in _flatten((args, kwargs)) if isinstance(leaf, StandIn))
+            found = next(leaf for leaf in flatten((args, kwargs)) if isinstance(leaf, StandIn))
             found._refuse(func.overloadpacket.__name__)
         return act(*tensors, device=(kwargs or {}).get("device"))
 
@@ -238,11 +239,3 @@ _ACTS: dict[Any, Callable[..., StandIn]] = {
     aten.copy_: _copy,
     aten.detach: _same,
 }
-
-
-def _flatten(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _flatten(item)]
-    if isinstance(value, Mapping):
-        return _flatten(list(value.values()))
-    return [value]

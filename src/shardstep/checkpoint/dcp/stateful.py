@@ -31,9 +31,10 @@ from shardstep.checkpoint.names import tensors_of
 from shardstep.comm import Comm
 from shardstep.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.mixture import extras
+from shardstep.names import bare
 from shardstep.plan import Interval
 from shardstep.state.exchange import Kept, survey
-from shardstep.state.outside import bare, numbered
+from shardstep.state.outside import numbered
 from shardstep.state.tree import Leaf, Node, decode, encode, leaves
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ import torch
 from shardstep.checkpoint.contents import Contents, SavedModel, Stored
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.folder import read_json
-from shardstep.checkpoint.offline.importing import canonical_names, import_state_dict, write_alone
+from shardstep.checkpoint.offline.importing import import_state_dict, write_alone
 from shardstep.checkpoint.safetensors import File, Source, Stages, Streamed, no_stages
 from shardstep.checkpoint.shelves import HF_INDEX, WEIGHTS, Shelves, made_by
+from shardstep.names import bare
 from shardstep.plan import Box
 from shardstep.state.tree import encode
 
@@ -193,7 +194,7 @@ def _import_safetensors(source: Path, path: Path, stages: Stages) -> Path:
             weights = opened.enter_context(File(file.resolve()))
             for name, entry in weights.entries.items():
                 tensors[name] = _streamed(weights, name, entry.dtype, entry.shape)
-        names = canonical_names(list(tensors))
+        names = bare(tensors)
         saved = {}
         for name, tensor in zip(names, tensors.values(), strict=True):
             box = Box.whole(tensor.shape)

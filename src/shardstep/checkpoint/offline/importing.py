@@ -20,11 +20,11 @@ from shardstep.checkpoint.contents import (
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import Job, saved_options, sort_out, write_out
 from shardstep.checkpoint.mastered import MASTER, joined
-from shardstep.checkpoint.names import canonical
 from shardstep.checkpoint.safetensors import Stages, no_stages
 from shardstep.checkpoint.shelves import Shelves, made_by, state_key, texts_of
 from shardstep.comm import SoloComm
 from shardstep.mixture import full_name
+from shardstep.names import bare
 from shardstep.plan import Box
 from shardstep.state.plain import OURS
 from shardstep.state.tree import encode, leaves, with_leaves
@@ -99,18 +99,10 @@ def _unwrapped(model: Mapping[str, Any]) -> dict[str, Any]:
     """A model's state dict with the names that the user's own module has."""
     if not model or not all(isinstance(name, str) for name in model):
         raise CheckpointError("this is not the state dict of a model: its keys are not names")
-    names = canonical_names(list(model))
+    names = bare(model)
     if len(set(names)) != len(names):
         raise CheckpointError("two tensors of the model have the same name without wrappers")
     return dict(zip(names, model.values(), strict=True))
-
-
-def canonical_names(names: Sequence[str]) -> list[str]:
-    """Names without what wrappers put into them."""
-    bare = [name.replace("_orig_mod.", "") for name in names]
-    # A wrapper's prefix is on all of them; a child that is called so is one of several.
-    wrapped = bool(bare) and all(name.startswith("module.") for name in bare)
-    return [canonical(name) if wrapped else name for name in bare]
 
 
 def _model(shelves: Shelves, state_dict: Mapping[str, Any]) -> SavedModel:
@@ -210,7 +202,7 @@ def _names(
         known = [name for group in groups for name in group.get("param_names", ())]
     if len(known) != len(keys) or not keys:
         return [f"param {index}" for index in range(len(keys))], True
-    called = canonical_names([str(name) for name in known])
+    called = bare(map(str, known))
     if len(set(called)) != len(called):
         raise CheckpointError("two parameters of the optimizer have the same name")
     return called, False
