@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import re
 import shutil
@@ -622,6 +623,26 @@ def tied_otherwise(parent: Path) -> None:
 def test_kinds_of_models(tmp_path: Path) -> None:
     run_ranks(on_two_ranks, 2, tmp_path, "strange_models", "buffers_of_rank_0", "strange_names")
     run_ranks(on_two_ranks, 2, tmp_path, "tied_otherwise")
+
+
+class Named(nn.Module):
+    """One child is called as DDP calls what it wraps, and has a namesake outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(3, 2, bias=False)
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+def test_a_child_called_module_keeps_its_name(tmp_path: Path) -> None:
+    net = Named()
+    opt = ZeroRedundancyOptimizer(net.named_parameters(), optim.SGD, momentum=0.9)
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    opt.step()
+    ckpt.save(tmp_path / "saved", opt)
+    saved = json.loads((tmp_path / "saved" / "contents.json").read_text())["optimizer"]["params"]
+    assert {param["name"] for param in saved} == {"module.weight", "weight"}
 
 
 def test_one_process_without_a_group(tmp_path: Path) -> None:
