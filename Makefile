@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,dev,bench]'
 	touch $@
 
-demo: $(READY)  ## train a small GPT twice, with DDP and sharded, and compare
+demo: $(READY)  ## train a small GPT with DDP, sharded under DDP and sharded without it, and compare
 	$(BIN)/shardstep demo
 
 test: $(READY)  ## run the tests, with coverage of every rank

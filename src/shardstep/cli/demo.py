@@ -13,7 +13,7 @@ from shardstep.demo.gpt import GPTConfig
 from shardstep.demo.record import WARMUP_STEPS, DemoConfig
 from shardstep.demo.run import RankFailed, run_demo
 from shardstep.report.progress import DemoProgress
-from shardstep.report.table import demo_table, verdict_line
+from shardstep.report.table import demo_table, verdict_lines
 
 
 def demo(
@@ -28,9 +28,9 @@ def demo(
         typer.Option("--json", metavar="PATH", dir_okay=False, help="Also write the record here."),
     ] = None,
 ) -> None:
-    """Train a small GPT twice, with DDP and sharded, and compare.
+    """Train a small GPT with DDP, sharded under DDP and sharded without DDP, and compare.
 
-    Both runs start from the same weights and see the same batches: bytes of Python's own
+    All runs start from the same weights and see the same batches: bytes of Python's own
     standard library. The comparison covers every loss, the final parameters, optimizer state,
     traffic and time.
     """
@@ -52,6 +52,7 @@ def demo(
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
     console.print(demo_table(record))
-    console.print(verdict_line(record))
+    for line in verdict_lines(record):
+        console.print(line)
     if json_path is not None:
         json_path.write_text(json.dumps(record.as_dict(), indent=2) + "\n")

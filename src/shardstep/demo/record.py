@@ -19,7 +19,7 @@ class DemoConfig:
     Attributes:
         model: The shape of the GPT.
         ranks: Number of local processes.
-        steps: Training steps of each of the two runs.
+        steps: Training steps of each run.
         seed: Chooses the initial weights and the batches.
         batch_size: Sequences per rank and step.
         learning_rate: AdamW's.
@@ -65,7 +65,7 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One of the demo's two training runs.
+    """One of the demo's training runs.
 
     Attributes:
         name: What was trained with, for people.
@@ -102,58 +102,59 @@ class DemoRecord:
         num_parameters: Parameters of the model.
         torch_version: The torch that ran it.
         unsharded: DDP with the plain optimizer.
-        sharded: DDP with the sharded one.
+        sharded: The runs with the sharded one.
     """
 
     config: DemoConfig
     num_parameters: int
     torch_version: str
     unsharded: RunRecord
-    sharded: RunRecord
+    sharded: tuple[RunRecord, ...]
 
-    @property
-    def first_differing_step(self) -> int | None:
+    def first_differing_step(self, run: RunRecord) -> int | None:
         """The first step, counted from 1, whose loss differs on some rank; None if none does."""
-        pairs = list(zip(self.unsharded.ranks, self.sharded.ranks, strict=True))
+        pairs = list(zip(self.unsharded.ranks, run.ranks, strict=True))
         for step in range(self.config.steps):
             # As text, because two equal NaNs are the same number here and 0.0 is not -0.0.
             if any(a.losses[step].hex() != b.losses[step].hex() for a, b in pairs):
                 return step + 1
         return None
 
-    @property
-    def equal(self) -> bool:
+    def equal(self, run: RunRecord) -> bool:
         """Whether every loss and the final parameters agree bit for bit, on every rank."""
-        return self.first_differing_step is None and self._equal_parameters
+        return self.first_differing_step(run) is None and self._equal_parameters(run)
 
-    @property
-    def verdict(self) -> str:
-        """The comparison of the two runs in a few words."""
-        if self.first_differing_step is not None:
-            return f"different from step {self.first_differing_step} on"
-        if not self._equal_parameters:
+    def verdict(self, run: RunRecord) -> str:
+        """The comparison of a run with the unsharded one in a few words."""
+        first = self.first_differing_step(run)
+        if first is not None:
+            return f"different from step {first} on"
+        if not self._equal_parameters(run):
             return "equal losses, but different final parameters"
         return "equal, bit for bit"
 
-    @property
-    def _equal_parameters(self) -> bool:
-        pairs = zip(self.unsharded.ranks, self.sharded.ranks, strict=True)
+    def _equal_parameters(self, run: RunRecord) -> bool:
+        pairs = zip(self.unsharded.ranks, run.ranks, strict=True)
         return all(a.digest == b.digest for a, b in pairs)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record with its conclusions, ready for JSON."""
-        conclusions = {
-            "equal": self.equal,
-            "verdict": self.verdict,
-            "first_differing_step": self.first_differing_step,
-        }
-        runs = {
-            name: {
-                **asdict(run),
-                "final_loss": run.final_loss,
-                "ms_per_step": run.ms_per_step,
-                "sent_nbytes_per_step": run.sent_nbytes_per_step,
+        sharded = [
+            {
+                **_with_means(run),
+                "equal": self.equal(run),
+                "verdict": self.verdict(run),
+                "first_differing_step": self.first_differing_step(run),
             }
-            for name, run in (("unsharded", self.unsharded), ("sharded", self.sharded))
-        }
-        return asdict(self) | runs | conclusions
+            for run in self.sharded
+        ]
+        return asdict(self) | {"unsharded": _with_means(self.unsharded), "sharded": sharded}
+
+
+def _with_means(run: RunRecord) -> dict[str, Any]:
+    return {
+        **asdict(run),
+        "final_loss": run.final_loss,
+        "ms_per_step": run.ms_per_step,
+        "sent_nbytes_per_step": run.sent_nbytes_per_step,
+    }

@@ -1,4 +1,4 @@
-"""Trains the small GPT on local ranks with DDP, unsharded and then sharded, and records both."""
+"""Trains the small GPT on local ranks: with DDP, unsharded and sharded, and sharded without DDP."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,9 @@ from shardstep.demo.text import ByteBatches, stdlib_source
 from shardstep.optimizer import ZeroRedundancyOptimizer
 
 UNSHARDED = "DDP + AdamW"
-SHARDED = "DDP + ZeroRedundancyOptimizer(AdamW)"
+DROP_IN = "DDP + ZeroRedundancyOptimizer(AdamW)"
+MODULE = "ZeroRedundancyOptimizer(AdamW, module=model)"
+RUNS = (UNSHARDED, DROP_IN, MODULE)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class StepDone:
     """Rank 0 finished a step.
 
     Attributes:
-        run: `UNSHARDED` or `SHARDED`.
+        run: One of `RUNS`.
         step: How many steps of that run are done.
         loss: Rank 0's loss.
     """
@@ -69,7 +72,7 @@ class _Failure:
 def run_demo(
     config: DemoConfig, on_step: Callable[[StepDone], None] = lambda _: None
 ) -> DemoRecord:
-    """Train the same model on the same batches twice, on spawned local ranks, and compare.
+    """Train the same model on the same batches in each way, on spawned local ranks, and compare.
 
     No rank outlives the call, however it ends.
 
@@ -78,7 +81,7 @@ def run_demo(
         on_step: Called in this process after each of rank 0's steps.
 
     Returns:
-        What both runs measured.
+        What the runs measured.
 
     Raises:
         RankFailed: If a rank raises or dies; the other ranks are ended.
@@ -98,12 +101,15 @@ def run_demo(
                 pipe.close()
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in GPT(config.model).parameters())
+    unsharded, *sharded = (
+        RunRecord(run, tuple(of_rank[run] for of_rank in records)) for run in RUNS
+    )
     return DemoRecord(
         config=config,
         num_parameters=num_parameters,
         torch_version=torch.__version__,
-        unsharded=RunRecord(UNSHARDED, tuple(of_rank[UNSHARDED] for of_rank in records)),
-        sharded=RunRecord(SHARDED, tuple(of_rank[SHARDED] for of_rank in records)),
+        unsharded=unsharded,
+        sharded=tuple(sharded),
     )
 
 
@@ -173,7 +179,7 @@ def _rank_main(rank: int, config: DemoConfig, folder: str, sender: Connection) -
             world_size=config.ranks,
             timeout=timedelta(seconds=60),
         )
-        for run in (UNSHARDED, SHARDED):
+        for run in RUNS:
             sender.send(_RunDone(run, _train(rank, config, run, sender)))
         dist.destroy_process_group()
     except Exception:
@@ -185,17 +191,17 @@ def _rank_main(rank: int, config: DemoConfig, folder: str, sender: Connection) -
 def _train(rank: int, config: DemoConfig, run: str, sender: Connection) -> RankRecord:
     torch.manual_seed(config.seed)
     model = GPT(config.model)
-    ddp = DistributedDataParallel(model)
+    trained: nn.Module = model if run == MODULE else DistributedDataParallel(model)
     optimizer: Optimizer
     local: Optimizer
-    if run == SHARDED:
+    options: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": 0.1}
+    if run == UNSHARDED:
+        optimizer = local = AdamW(model.parameters(), **options)
+    else:
         optimizer = ZeroRedundancyOptimizer(
-            ddp.parameters(), AdamW, lr=config.learning_rate, weight_decay=0.1
+            model.parameters(), AdamW, module=model if run == MODULE else None, **options
         )
         local = optimizer.optim
-    else:
-        optimizer = AdamW(ddp.parameters(), lr=config.learning_rate, weight_decay=0.1)
-        local = optimizer
     batches = ByteBatches(
         stdlib_source(),
         config.batch_size,
@@ -212,7 +218,7 @@ def _train(rank: int, config: DemoConfig, run: str, sender: Connection) -> RankR
             sent_before = _sent_nbytes()
         inputs, targets = batches.batch(step)
         start = time.perf_counter()
-        _, loss = ddp(inputs, targets)
+        _, loss = trained(inputs, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -220,6 +226,8 @@ def _train(rank: int, config: DemoConfig, run: str, sender: Connection) -> RankR
         losses.append(loss.item())
         if rank == 0:
             sender.send(StepDone(run, step + 1, losses[-1]))
+    digest = _digest(model)
+    dist.barrier()  # the last parameters have left every rank
     sent_after = _sent_nbytes()
 
     sent_per_step: float | None = None
@@ -227,7 +235,7 @@ def _train(rank: int, config: DemoConfig, run: str, sender: Connection) -> RankR
         sent_per_step = (sent_after - sent_before) / (config.steps - WARMUP_STEPS)
     return RankRecord(
         losses=tuple(losses),
-        digest=_digest(model),
+        digest=digest,
         state_nbytes=_state_nbytes(local),
         sent_nbytes_per_step=sent_per_step,
         ms_per_step=1e3 * statistics.median(seconds[WARMUP_STEPS:]),

@@ -9,7 +9,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shardstep.demo.run import SHARDED, UNSHARDED, StepDone
+from shardstep.demo.run import RUNS, StepDone
 
 
 class DemoProgress(AbstractContextManager["DemoProgress"]):
@@ -35,7 +35,7 @@ class DemoProgress(AbstractContextManager["DemoProgress"]):
         )
         self._tasks = {
             run: self._bars.add_task(run, total=num_steps, start=False, loss="  -  ")
-            for run in (UNSHARDED, SHARDED)
+            for run in RUNS
         }
 
     def __enter__(self) -> Self:
