@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 from unittest import mock
@@ -13,10 +13,17 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from problems import same_bits
 from ranks import run_ranks
-from shardstep import MixedPrecision, ZeroRedundancyOptimizer
+from shardstep import (
+    MixedPrecision,
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
 from shardstep.comm import connect
 from shardstep.plan import gather_numel_sent, reduce_numel_sent, relay
 
@@ -251,6 +258,51 @@ def test_training_with_a_dominating_table_is_the_same_relayed_and_straight(
     overlap: bool, dtype: torch.dtype
 ) -> None:
     assert run_ranks(train_both_ways, 5, overlap, dtype) == [True] * 5
+
+
+class Uneven(nn.Module):
+    """Several buckets, none of which has segments of equal lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1700, 128)
+        self.layers = nn.Sequential(nn.Linear(128, 1200), nn.ReLU(), nn.Linear(1200, 300))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.layers(self.table(tokens))
+        return out
+
+
+def train_under_ddp(hook: Callable[..., Any] | None) -> bool:
+    torch.manual_seed(0)
+    models = [DistributedDataParallel(Uneven(), bucket_cap_mb=1) for _ in range(2)]
+    plain = torch.optim.Adafactor(models[0].parameters(), lr=0.01)
+    opt = ZeroRedundancyOptimizer(
+        models[1].parameters(), torch.optim.Adafactor, overlap_with_ddp=bool(hook), lr=0.01
+    )
+    if hook is not None:
+        models[0].register_comm_hook(None, allreduce_hook)
+        models[1].register_comm_hook(None, hook(allreduce_hook, models[1], opt))
+    for param, other in zip(*(model.parameters() for model in models), strict=True):
+        other.data.copy_(param.data)
+    for step in range(5):
+        torch.manual_seed(100 * step + dist.get_rank())
+        tokens = torch.randint(1700, (32,))
+        for model, optimizer in zip(models, (plain, opt), strict=True):
+            model(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert any(relay(bucket.cuts) is not None for bucket in opt.plan.buckets)
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    return all(same_bits(a.detach(), b.detach()) for a, b in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", [None, hook_with_zero_step, hook_with_zero_step_interleaved])
+def test_under_ddp_relayed_gathers_give_the_unsharded_numbers(
+    hook: Callable[..., Any] | None,
+) -> None:
+    assert run_ranks(train_under_ddp, 7, hook) == [True] * 7
 
 
 def step_and_leave() -> bool:
