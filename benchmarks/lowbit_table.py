@@ -3,13 +3,14 @@
     pip install --no-deps torchao bitsandbytes
     python benchmarks/lowbit_table.py --out docs/optimizers.md
 
-Each class is tried (`layout="auto"`) on parameters of 32 and of 16 bits, of 12 to 102,400 elements,
+Each class is tried (`layout="auto"`) on parameters of 32 and of 16 bits, of 7 to 102,400 elements,
 and trained at two ranks beside itself unsharded, on the CPU or, with `--device cuda`, on one GPU
-that both ranks share. Then a parameter is frozen and unfrozen, so that its state moves; the state is
-consolidated and compared; and training goes on in three optimizers that have loaded it: a sharded
-one and a plain one from the state dict, and a sharded one from a checkpoint in files. All is
-compared to the bit: a class is *exact* if everything is equal, *refused* if it says why it cannot be
-sharded, and *WRONG* otherwise, which makes this script fail.
+that both ranks share. Then a parameter is frozen and unfrozen, so that its state moves; the state
+is consolidated and compared; and training goes on in three optimizers that have loaded it: a
+sharded one and a plain one from the state dict, and a sharded one from a checkpoint in files. All
+is compared to the bit: a class is *exact* if everything is equal, *refused* if it says why it
+cannot be sharded, *does not run* if it raises unsharded too, and *WRONG* otherwise, which makes
+this script fail.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import importlib
 import io
 import json
 import logging
-import os
 import tempfile
 import time
 import warnings
@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
 from optimizer_table import first_difference, put_section
 
 SHAPES = [(33, 41), (64, 80), (7,), (70, 65), (300,), (320, 320), (12,), (64, 64)]
@@ -121,6 +122,10 @@ def clones(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(param.detach().clone()) for param in params]
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
 def judge(case: Case, dtype: torch.dtype, device: str, folder: str) -> tuple[str, str, str]:
     """Layout, outcome and remark, the same on every rank."""
     from shardstep import ZeroRedundancyOptimizer, checkpoint
@@ -133,6 +138,11 @@ def judge(case: Case, dtype: torch.dtype, device: str, folder: str) -> tuple[str
         return ZeroRedundancyOptimizer(groups(params), cls, bucket_bytes=100_000, **options)
 
     params, plain = parameters(dtype, device), parameters(dtype, device)
+    try:
+        trial = clones(plain)
+        train(cls(groups(trial), **options), trial, range(2))
+    except Exception as error:
+        return "", "does not run", f"{type(error).__name__}: {_first_line(error)}"
     try:
         opt = sharded(params)
     except Exception as error:
@@ -197,8 +207,7 @@ def rank_main(rank: int, world_size: int, device: str, libraries: list[str], fol
             try:
                 row = judge(case, dtype, device, f"{folder}/{number}")
             except Exception as error:
-                # Raised on both ranks alike, by the class itself.
-                row = ("", "raised", f"{type(error).__name__}: {' '.join(str(error).split())}")
+                row = ("", "WRONG", f"{type(error).__name__}: {' '.join(str(error).split())}")
         answers: list[Any] = [None] * world_size
         dist.all_gather_object(answers, row)
         if any(answer != answers[0] for answer in answers):
