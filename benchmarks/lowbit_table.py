@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import importlib
 import io
 import json
@@ -122,6 +121,14 @@ def clones(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(param.detach().clone()) for param in params]
 
 
+def twin(state_dict: Any) -> Any:
+    """A copy that shares nothing: `copy.deepcopy` and `pickle` do not know all of these tensors."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "")
 
@@ -163,16 +170,17 @@ def judge(case: Case, dtype: torch.dtype, device: str, folder: str) -> tuple[str
             return layout, "WRONG", f"parameter{found} differs in training"
     opt.consolidate_state_dict(to=0)
     # Every rank needs the full dict to load its share of it.
-    box = [opt.state_dict() if opt.rank == 0 else None]
-    dist.broadcast_object_list(box)
-    saved: Any = box[0]
+    if opt.rank == 0:
+        torch.save(opt.state_dict(), f"{folder}.dict")
+    dist.barrier()
+    saved = torch.load(f"{folder}.dict", weights_only=False)
     if found := first_difference(raw_state(unsharded, plain), saved["state"]):
         return layout, "WRONG", f"state{found} differs once consolidated"
     where = checkpoint.save(folder, opt)
     # Not every class goes on unsharded as if it had not been saved: that is the measure here.
     expected = clones(plain)
     reference = cls(groups(expected), **options)
-    reference.load_state_dict(copy.deepcopy(unsharded.state_dict()))
+    reference.load_state_dict(twin(unsharded.state_dict()))
     train(reference, expected, THEN)
     for how in ("from the state dict", "into the plain class", "from a checkpoint"):
         resumed = clones(params)
@@ -184,7 +192,7 @@ def judge(case: Case, dtype: torch.dtype, device: str, folder: str) -> tuple[str
         if how == "from a checkpoint":
             checkpoint.load(where, again)
         else:
-            again.load_state_dict(copy.deepcopy(saved))
+            again.load_state_dict(twin(saved))
         train(again, resumed, THEN)
         if found := first_difference(list(expected), list(resumed)):
             return layout, "WRONG", f"parameter{found} differs once loaded {how}"
