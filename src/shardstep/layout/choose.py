@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from shardstep.dtensor import num_parts, refuse_part
 from shardstep.layout.cost import step_cost
+from shardstep.layout.overrides import refuse_overrides
 from shardstep.layout.probe import Verdict, probe
 from shardstep.layout.trial import sizes_among
 from shardstep.mixture import CLASS_KEY, full_name, split_options
@@ -231,6 +232,7 @@ def choose(
     declared = getattr(optimizer_class, "shardstep_layout", None)
     if declared is not None and declared not in LAYOUTS:
         raise ValueError(f"{name}.shardstep_layout has to be 'sliced' or 'whole', not {declared!r}")
+    refuse_overrides(optimizer_class)
     known: Layout | None = "sliced" if optimizer_class in ELEMENT_WISE else declared
     if world_size == 1:
         return Choice(asked or known or "whole", "one rank holds everything")

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from shardstep.describe import check_optimizer
 from shardstep.mixture import extras
 from shardstep.plan import Interval
 
@@ -254,10 +255,10 @@ class Run:
         except Exception as error:
             raise NotTried(error, made=False) from error
         self._drew_when_made = draws is not None and draws.happened()
-        if not isinstance(self.opt, Optimizer):
-            name = type(self.opt).__name__
-            wanted = "optimizer_class has to make a torch.optim.Optimizer, but it made a"
-            raise NotTried(ValueError(f"{wanted} {name}"), made=False)
+        try:
+            check_optimizer(self.opt, len(groups))
+        except ValueError as error:
+            raise NotTried(error, made=False) from error
 
     def advance(self) -> bool:
         """Take the next step.
