@@ -1,4 +1,4 @@
-"""Refuses options that a class looks up by what ranks do not share: a parameter's identity, or place.
+"""Refuses options that a class looks up by what ranks do not share: identity or place of a tensor.
 
 bitsandbytes lets single parameters have other options than their group, such as 32 bits in an 8-bit
 class, and remembers them by `id` or by their number in the group. A rank steps on views of them,

@@ -174,10 +174,9 @@ def _compare(trial: Trial, watch: bool = True) -> Verdict:
     if not race.moved:
         raise NotTried(RuntimeError(f"no parameter changed in {STEPS} steps"), made=True)
     loose = bool(race.together.loose)
-    if found.coupled or trial.sparse:
-        return found.verdict(trial, loose)
-    with contextlib.suppress(NotTried):  # what does not take these shapes is not asked to
-        found = found.beside(_Race(replace(trial, shapes=OTHERS), watch).go(OTHER_STEPS))
+    if found.coupled is None and not trial.sparse:
+        with contextlib.suppress(NotTried):  # what does not take these shapes is not asked to
+            found = found.beside(_Race(replace(trial, shapes=OTHERS), watch).go(OTHER_STEPS))
     for shapes in (LARGE, *trial.beyond_sizes):
         if found.coupled is None and found.sliced_unlike is None:
             # If this does not run here, on another device it may, and may not be element-wise.
