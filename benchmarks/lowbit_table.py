@@ -9,8 +9,10 @@ that both ranks share. Then a parameter is frozen and unfrozen, so that its stat
 is consolidated and compared; and training goes on in three optimizers that have loaded it: a
 sharded one and a plain one from the state dict, and a sharded one from a checkpoint in files. All
 is compared to the bit: a class is *exact* if everything is equal, *refused* if it says why it
-cannot be sharded, *does not run* if it raises unsharded too, and *WRONG* otherwise, which makes
-this script fail.
+cannot be sharded, *does not run* if it raises unsharded too, *not reproducible* if two unsharded
+runs differ, and *WRONG* otherwise, which makes this script fail.
+
+torchao compiles its steps, which takes a C++ compiler and minutes; `--eager` does without.
 """
 
 from __future__ import annotations
@@ -145,16 +147,20 @@ def judge(case: Case, dtype: torch.dtype, device: str, folder: str) -> tuple[str
         return ZeroRedundancyOptimizer(groups(params), cls, bucket_bytes=100_000, **options)
 
     params, plain = parameters(dtype, device), parameters(dtype, device)
+    once, twice = clones(plain), clones(plain)
     try:
-        trial = clones(plain)
-        train(cls(groups(trial), **options), trial, range(2))
+        for each in (once, twice):
+            train(cls(groups(each), **options), each, range(MELTED.stop))
     except Exception as error:
         return "", "does not run", f"{type(error).__name__}: {_first_line(error)}"
+    same = first_difference(list(once), list(twice)) is None
     try:
         opt = sharded(params)
     except Exception as error:
         return "", "refused", " ".join(str(error).split()) or type(error).__name__
     layout = opt.plan.layout
+    if not same:
+        return layout, "not reproducible", "two unsharded runs differ, so nothing can be compared"
     unsharded = cls(groups(plain), **options)
     for steps, trains in ((FIRST, True), (FROZEN, False), (MELTED, True)):
         plain[1].requires_grad_(trains)
@@ -199,8 +205,11 @@ def judge(case: Case, dtype: torch.dtype, device: str, folder: str) -> tuple[str
     return layout, "exact", ""
 
 
-def rank_main(rank: int, world_size: int, device: str, libraries: list[str], folder: str) -> None:
+def rank_main(
+    rank: int, world_size: int, device: str, libraries: list[str], eager: bool, folder: str
+) -> None:
     torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager" if eager else "default")
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     dist.init_process_group(
@@ -230,19 +239,22 @@ def rank_main(rank: int, world_size: int, device: str, libraries: list[str], fol
 
 Row = tuple[str, str, str, str, str, str]
 
-HEAD = """## Low-bit classes on {where}
+HEAD = """## {library} on {where}
 
-What it makes of the classes of {libraries}, with torch {torch}, at {ranks} ranks, on parameters of
-32 and of 16 bits: {counts}. Written by [benchmarks/lowbit_table.py](../benchmarks/lowbit_table.py);
-*exact* is to the bit: training, moving state between ranks, the consolidated state, and training on
-after loading it into this optimizer or the plain class, or from a checkpoint in files.
+What `layout="auto"` makes of the classes of [{library}](https://pypi.org/project/{library}/)
+{version}, with torch {torch}, at {ranks} ranks, on parameters of 32 and of 16 bits: {counts}.
+
+This table is written by [benchmarks/lowbit_table.py](../benchmarks/lowbit_table.py), which says
+what is compared. *Exact* is to the bit: training, moving state between ranks, the consolidated
+state, and training on after loading it into this optimizer or the plain class, or from a checkpoint
+in files.
 
 | class | parameters | layout | outcome | remark |
 |---|---|---|---|---|
 """
 
 
-def section(rows: list[Row], ranks: int, device: str, libraries: list[str]) -> str:
+def section(rows: list[Row], ranks: int, device: str, library: str) -> str:
     from importlib.metadata import version
 
     where = "the CPU" if device == "cpu" else torch.cuda.get_device_name()
@@ -250,9 +262,8 @@ def section(rows: list[Row], ranks: int, device: str, libraries: list[str]) -> s
     counts = ", ".join(f"{outcomes.count(o)} {o}" for o in sorted(set(outcomes)))
     head = HEAD.format(
         where=where,
-        libraries=" and ".join(
-            f"[{name}](https://pypi.org/project/{name}/) {version(name)}" for name in libraries
-        ),
+        library=library,
+        version=version(library),
         torch=torch.__version__.split("+")[0],
         ranks=ranks,
         counts=counts,
@@ -261,10 +272,10 @@ def section(rows: list[Row], ranks: int, device: str, libraries: list[str]) -> s
     while rows:
         same = [row for row in rows if row[:2] == rows[0][:2] and row[3:] == rows[0][3:]]
         rows = [row for row in rows if row not in same]
-        library, name, _, layout, outcome, remark = same[0]
+        _, name, _, layout, outcome, remark = same[0]
         dtypes = ", ".join(row[2] for row in same)
         said = remark.replace("|", "/")[:220]
-        lines.append(f"| {library} {name} | {dtypes} | {layout} | {outcome} | {said} |")
+        lines.append(f"| {name} | {dtypes} | {layout} | {outcome} | {said} |")
     return head + "\n".join(lines) + "\n"
 
 
@@ -273,18 +284,20 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--libraries", nargs="+", default=["torchao", "bitsandbytes"])
+    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(
             rank_main,
-            (options.ranks, options.device, options.libraries, folder),
+            (options.ranks, options.device, options.libraries, options.eager, folder),
             nprocs=options.ranks,
         )
         rows = [tuple(row) for row in json.loads(Path(folder, "rows").read_text())]
-    if options.out is not None:
-        text = section(rows, options.ranks, options.device, options.libraries)
-        put_section(options.out, f"low-bit classes, {options.device}", text)
+    for library in options.libraries if options.out is not None else ():
+        own = [row for row in rows if row[0] == library]
+        text = section(own, options.ranks, options.device, library)
+        put_section(options.out, f"{library}, {options.device}", text)
     wrong = [row for row in rows if row[4] == "WRONG"]
     print(f"{len(rows)} cases, {len(wrong)} wrong: {[row[1:3] for row in wrong]}")
     raise SystemExit(bool(wrong))
