@@ -269,16 +269,26 @@ def test_tensors_that_are_made_of_others_go_through_files(tmp_path: Path, how: s
     assert difference(plain(before["state"]), plain(after["state"])) is None
 
 
-def _refuses(folder: Path) -> None:
+def _refuses(folder: Path, cls: Any, known: str) -> None:
     params = make_params(SHAPES, frozen=())
-    opt = ZeroRedundancyOptimizer(params, LowBit, bucket_bytes=1)
-    checkpoint.load(folder, opt)
+    opt = ZeroRedundancyOptimizer(params, cls, bucket_bytes=1)
+    with mock.patch("shardstep.checkpoint.read.WRAPPING_PACKAGES", (known,)):
+        checkpoint.load(folder, opt, strict=False)
 
 
 def test_a_file_does_not_choose_which_class_is_made(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     run_ranks(_through_files, 2, folder, "ours", True)
-    raises_on_every_rank(_refuses, 2, checkpoint.CheckpointError, folder, match="Coded.*not made")
+    raises_on_every_rank(
+        _refuses, 2, checkpoint.CheckpointError, folder, LowBit, "torchao", match="Coded.*not made"
+    )
+
+
+def test_what_is_made_of_others_is_not_cut_on_the_way_from_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    run_ranks(_through_files, 2, folder, "ours", True)
+    args = (folder, Remembers, Coded.__module__)
+    raises_on_every_rank(_refuses, 2, checkpoint.CheckpointError, *args, match="Coded.*be cut")
 
 
 def _loads_into(cls: Any, saved: Any) -> None:

@@ -292,6 +292,13 @@ def leaves(node: Node) -> list[Leaf]:
     return found
 
 
+def wrappers(node: Node) -> list[str]:
+    """The classes of the tensors in `node` that are made of others."""
+    found: list[str] = []
+    decode(node, lambda leaf: torch.empty(0), wrap=lambda kind, *described: found.append(kind))
+    return found
+
+
 def with_leaves(node: Node, leaf: Callable[[int, Node], Node]) -> Node:
     """The same structure with its tensors described anew, given each one's number and old form."""
     number = -1
