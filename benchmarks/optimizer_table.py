@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SHAPES = [(33, 41), (24, 17), (7,), (64, 9), (300,), (12, 12)]
 FIRST, THEN = range(14), range(14, 20)
@@ -85,9 +86,11 @@ def groups(params: list[torch.nn.Parameter], options: dict[str, Any]) -> list[di
 def first_difference(one: Any, other: Any, path: str = "") -> str | None:
     """Where two state dicts differ; None if they are equal to the bit."""
     if isinstance(one, torch.Tensor):
-        if not isinstance(other, torch.Tensor) or one.shape != other.shape:
+        if type(one) is not type(other) or one.shape != other.shape:
             return path
-        a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+        if is_traceable_wrapper_subclass(one):
+            return first_difference(_inner(one), _inner(other), path)
+        a, b = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
         return None if one.dtype == other.dtype and torch.equal(a, b) else path
     if isinstance(one, dict):
         if not isinstance(other, dict) or set(one) != set(other):
@@ -100,6 +103,11 @@ def first_difference(one: Any, other: Any, path: str = "") -> str | None:
     else:
         return None if one == other or one != one else path
     return next((found for p, a, b in pairs if (found := first_difference(a, b, p))), None)
+
+
+def _inner(tensor: Any) -> dict[str, Any]:
+    names, context = tensor.__tensor_flatten__()
+    return {**{name: getattr(tensor, name) for name in names}, "context": context}
 
 
 def judge(cls: Any) -> tuple[str, str, str]:
@@ -179,7 +187,7 @@ What `layout="auto"` makes of the {total} classes of
 [pytorch-optimizer](https://pypi.org/project/pytorch-optimizer/) {version}, with torch {torch}, at
 {ranks} ranks: {counts}.
 
-This page is written by [benchmarks/optimizer_table.py](../benchmarks/optimizer_table.py), which
+This table is written by [benchmarks/optimizer_table.py](../benchmarks/optimizer_table.py), which
 says what is compared. *Exact* is to the bit: training, the consolidated state, and training on
 after loading it. *Refused* is an error on every rank at construction.
 
@@ -207,6 +215,18 @@ def page(rows: list[tuple[str, str, str, str]], ranks: int) -> str:
     return head + "\n".join(lines) + "\n"
 
 
+def put_section(page: Path, name: str, text: str) -> None:
+    """Write `text` to a page in the place of what is there under `name`, or at its end."""
+    first, last = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->\n"
+    before, after = page.read_text() if page.exists() else "", ""
+    if first in before:
+        before, _, rest = before.partition(first)
+        after = rest.partition(last)[2]
+    else:
+        before += "\n" if before else ""
+    page.write_text(f"{before}{first}{text}{last}{after}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
@@ -217,7 +237,7 @@ def main() -> None:
         rows = torch.load(os.path.join(folder, "rows"), weights_only=False)
     text = page(rows, options.ranks)
     if options.out is not None:
-        options.out.write_text(text)
+        put_section(options.out, "pytorch-optimizer", text)
     wrong = [row for row in rows if row[2] == "WRONG"]
     print(f"{len(rows)} classes, {len(wrong)} wrong: {[row[0] for row in wrong]}")
     raise SystemExit(bool(wrong))

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.optim import Optimizer
 
 from problems import copies, difference, differing, make_params, set_gradients
-from ranks import run_ranks
-from shardstep import ZeroRedundancyOptimizer
+from ranks import raises_on_every_rank, run_ranks
+from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep.state.tree import encode, leaves
 
 SHAPES = [(31, 17), (40, 8), (9,), (5, 5), (2, 3, 4), (70, 65)]
 
@@ -82,7 +86,10 @@ class Quantises(Optimizer):
 
 
 class Coded(torch.Tensor):
-    """A tensor kept as 8-bit codes and a scale, as low-bit optimizers keep their moments."""
+    """A tensor kept as 8-bit codes and a scale, as low-bit optimizers keep their moments.
+
+    It can do no more than it has to: be moved, and be copied by whoever has one unsharded.
+    """
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -107,11 +114,12 @@ class Coded(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten, (self, *_) = torch.ops.aten, args
-        if func in (aten.detach.default, aten._to_copy.default):
+        if func is aten._to_copy.default:
             return cls(self.codes, self.scale, self.note)
-        if func is aten.clone.default:
-            return cls(self.codes.clone(), self.scale.clone(), self.note)
         raise NotImplementedError(f"{func}")
+
+    def __deepcopy__(self, memo: Any) -> Coded:
+        return Coded(self.codes.clone(), self.scale.clone(), self.note)
 
 
 class LowBit(Optimizer):
@@ -132,7 +140,8 @@ class LowBit(Optimizer):
                     moment += 0.9 * state["moment"].codes * state["moment"].scale
                 p.sub_(moment, alpha=group["lr"])
                 scale = moment.abs().max().reshape(1) / 127
-                state["moment"] = Coded((moment / scale).round().to(torch.int8), scale, ("by", 8))
+                note = ("by", 8, p.dtype, p.shape)
+                state["moment"] = Coded((moment / scale).round().to(torch.int8), scale, note)
 
 
 class Remembers(Optimizer):
@@ -231,3 +240,74 @@ def test_foreign_state_is_kept(cls: Any, layout: str) -> None:
     (_, saved, values), *_ = run_ranks(_round_trip, 2, cls, middle, values)
     assert differing(copies(params), values) == []
     assert difference(plain(unsharded.state_dict()), plain(saved)) is None
+
+
+def _through_files(folder: Path, how: str, saving: bool) -> tuple[Any, list[torch.Tensor]]:
+    params = make_params(SHAPES, frozen=())
+    opt = ZeroRedundancyOptimizer(params, LowBit, bucket_bytes=1)
+    if saving:
+        train(opt, params, range(5))
+    with mock.patch("shardstep.checkpoint.read.WRAPPING_PACKAGES", (Coded.__module__,)):
+        if how == "dcp" and saving:
+            dcp.save({"optim": opt}, checkpoint_id=folder)
+        elif how == "dcp":
+            dcp.load({"optim": opt}, checkpoint_id=folder)
+        elif saving:
+            checkpoint.save(folder, opt)
+        else:
+            checkpoint.load(folder, opt)
+    opt.consolidate_state_dict()
+    return opt.state_dict() if opt.rank == 0 else None, copies(params)
+
+
+@pytest.mark.parametrize("how", ["ours", "dcp"])
+def test_tensors_that_are_made_of_others_go_through_files(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "saved"
+    (before, _), *_ = run_ranks(_through_files, 2, folder, how, True)
+    (after, _), *_ = run_ranks(_through_files, 3, folder, how, False)
+    assert before["state"]
+    assert difference(plain(before["state"]), plain(after["state"])) is None
+
+
+def _refuses(folder: Path, cls: Any, known: str) -> None:
+    params = make_params(SHAPES, frozen=())
+    opt = ZeroRedundancyOptimizer(params, cls, bucket_bytes=1)
+    with mock.patch("shardstep.checkpoint.read.WRAPPING_PACKAGES", (known,)):
+        checkpoint.load(folder, opt, strict=False)
+
+
+def test_a_file_does_not_choose_which_class_is_made(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    run_ranks(_through_files, 2, folder, "ours", True)
+    raises_on_every_rank(
+        _refuses, 2, checkpoint.CheckpointError, folder, LowBit, "torchao", match="Coded.*not made"
+    )
+
+
+def test_what_is_made_of_others_is_not_cut_on_the_way_from_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    run_ranks(_through_files, 2, folder, "ours", True)
+    args = (folder, Remembers, Coded.__module__)
+    raises_on_every_rank(_refuses, 2, checkpoint.CheckpointError, *args, match="Coded.*be cut")
+
+
+def _loads_into(cls: Any, saved: Any) -> None:
+    params = make_params(SHAPES, frozen=())
+    ZeroRedundancyOptimizer(params, cls, lr=0.1).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, Remembers])
+def test_coded_state_is_not_cut_for_a_class_that_knows_no_codes(cls: Any) -> None:
+    params = make_params(SHAPES, frozen=())
+    unsharded = LowBit(params)
+    train(unsharded, params, range(5))
+    raises_on_every_rank(
+        _loads_into, 2, ValueError, cls, unsharded.state_dict(), match="'moment' of.* is a Coded"
+    )
+
+
+def test_paged_memory_is_the_devices_as_well() -> None:
+    paged: Any = torch.ones(3)
+    assert leaves(encode(paged)[0])[0].on_cpu
+    paged.is_paged = True
+    assert not leaves(encode(paged)[0])[0].on_cpu

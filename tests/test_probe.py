@@ -18,9 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardstep.layout.choose
 from problems import ELEMENT_WISE, Case
+from shardstep import ZeroRedundancyOptimizer
 from shardstep.layout.choose import ELEMENT_WISE as KNOWN
 from shardstep.layout.choose import choose, verdict_on
 from shardstep.layout.probe import probe
+from shardstep.layout.trial import sizes_among
 
 
 class Simple(Optimizer):
@@ -487,3 +489,105 @@ def test_the_verdict_does_not_depend_on_the_random_state_of_the_process() -> Non
         verdicts.append([probe(cls, {}, {}) for cls in (DrawsFromPython, Noisy, NoisyTrust)])
     assert verdicts[0] == verdicts[1] == verdicts[2]
     assert str(verdicts[0][0]).startswith("per tensor and random")
+
+
+class FromSomeSize(Simple):
+    """Looks at whole tensors, but only if they are large, or made up of blocks, or have many rows.
+
+    As low-bit classes quantise, and as factored ones factor.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        min_size: float = 1e9,
+        block_size: float = 1e9,
+        rows: int | None = None,
+    ) -> None:
+        super().__init__(params, min_size=min_size, block_size=block_size)
+        self.rows = rows or 10**9
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        blocks = p.numel() >= 4096 and p.numel() % group["block_size"] == 0
+        many_rows = p.dim() == 2 and p.shape[0] >= self.rows
+        if p.numel() >= group["min_size"] or blocks or many_rows:
+            grad = grad / grad.abs().max()
+        p.sub_(grad, alpha=group["lr"])
+
+
+class From30000(FromSomeSize):
+    def __init__(self, params: Any, min_size: int = 30_000) -> None:
+        super().__init__(params, min_size)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "group_options", "size"),
+    [
+        (FromSomeSize, {"min_size": 50_000}, {}, 50_000),
+        (FromSomeSize, {"min_size": 200_000.0}, {}, 200_000),
+        (FromSomeSize, {}, {"min_size": 50_000}, 50_000),
+        (FromSomeSize, {"block_size": 300}, {}, 300),
+        (FromSomeSize, {"block_size": 2048}, {}, 2048),
+        (FromSomeSize, {"block_size": 100_000}, {}, 100_000),
+        (FromSomeSize, {"rows": 500}, {}, 500),
+        (From30000, {}, {}, 30_000),
+        (functools.partial(From30000, min_size=40_000), {}, {}, 40_000),
+    ],
+)
+def test_a_class_is_tried_beyond_the_sizes_that_it_is_told(
+    cls: Any, options: dict[str, Any], group_options: dict[str, Any], size: int
+) -> None:
+    def layout(largest: int) -> str:
+        param = torch.nn.Parameter(torch.empty(largest))
+        return choose("auto", cls, options, group_options, [param], 2).layout
+
+    assert layout(size) == "whole"
+    assert layout(size - 1) == "sliced"  # nothing here is as large as that
+
+
+def test_numbers_that_are_no_sizes_cost_nothing() -> None:
+    huge = torch.nn.Parameter(torch.empty(()).expand(2**40))
+    numbers = {"steps": 10**9, "warmup": 100, "seed": -7, "eps": 1e-8, "far": float("inf")}
+    assert sizes_among(Simple, numbers, {"on": True, "nested": (512, [1000.0])}, huge.numel()) == (
+        512,
+        1000,
+    )
+
+
+class RunsOnSmallTensors(Simple):
+    """As a class may do here whose kernels for large tensors are another device's."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if p.numel() >= 4096:
+            raise NotImplementedError("no kernel for this device")
+        super().update(p, grad, group)
+
+
+def test_what_large_tensors_are_treated_like_is_not_guessed_from_small_ones() -> None:
+    verdict = probe(RunsOnSmallTensors, {}, {})
+    assert verdict.kind == "untried"
+    assert "no kernel for this device" in verdict.why
+
+
+class HandsOn(Optimizer):
+    """Never calls the base class, as wrappers that offload to the CPU do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        self.inner = [torch.optim.SGD([p], lr) for group in params for p in group["params"]]
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return [group for opt in self.inner for group in opt.param_groups]
+
+    def step(self, closure: Any = None) -> None:
+        for opt in self.inner:
+            opt.step()
+
+
+def test_an_optimizer_that_keeps_its_state_elsewhere_is_refused() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    message = "HandsOn does not keep state and groups as a torch"
+    with pytest.raises(ValueError, match=message):
+        choose("auto", HandsOn, {}, {}, [param], 2)
+    with pytest.raises(ValueError, match=message):  # nor on one rank, where nothing is tried
+        ZeroRedundancyOptimizer([param], HandsOn, layout="whole")

@@ -82,7 +82,14 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), tensors()
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 9), max_size=3).map(torch.Size),
+    tensors(),
 )
 keys = st.one_of(st.text(max_size=5), st.integers(-3, 300))
 trees = st.recursive(
@@ -190,7 +197,7 @@ Pair = namedtuple("Pair", "first second")
         ({1, 2}, "set"),
         (1j, "complex"),
         (b"raw", "bytes"),
-        (torch.float32, "dtype"),
+        (torch.device("cpu"), "device"),
         (Pair(1, 2), "Pair"),
         (lambda: None, "function"),
         (torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True), "sparse_coo"),

@@ -175,6 +175,30 @@ def _check(param: torch.Tensor, name: str) -> None:
         )
 
 
+def check_optimizer(made: Any, num_groups: int) -> None:
+    """Make sure that what an optimizer class has made can be one rank's part of an optimizer.
+
+    Args:
+        made: what it has made.
+        num_groups: of how many groups.
+
+    Raises:
+        ValueError: if it is no `torch.optim.Optimizer`, or only says so.
+    """
+    kind = type(made).__name__
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer_class has to make a torch.optim.Optimizer, but it made a {kind}"
+        )
+    # A class that hands its parameters on to others may never have called the base class.
+    if not hasattr(made, "state") or len(made.param_groups) != num_groups:
+        raise ValueError(
+            f"{kind} does not keep state and groups as a torch.optim.Optimizer does, so nobody "
+            "knows what ranks would have to divide; use it unsharded, or pass the class that it "
+            "hands its parameters on to"
+        )
+
+
 def describe_options(groups: Groups) -> list[str]:
     """One line per group for what ranks can compare of its options: numbers and words."""
     return [

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardstep.describe import check_optimizer
 from shardstep.layout.unseen import unseen
 from shardstep.mixture import CLASS_KEY, Mixture
 from shardstep.shard import Shard
@@ -37,11 +38,7 @@ class LocalOptimizer:
         self._shard = shard
         self._make = make
         self.optim = make(self._groups(shard))
-        if not isinstance(self.optim, Optimizer):
-            raise ValueError(
-                "optimizer_class has to make a torch.optim.Optimizer, but it made a "
-                f"{type(self.optim).__name__}"
-            )
+        check_optimizer(self.optim, len(exposed))
 
     def _groups(self, shard: Shard) -> Groups:
         """The pieces of `shard` in the groups of their parameters, with those groups' options.

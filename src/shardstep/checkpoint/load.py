@@ -34,7 +34,7 @@ from shardstep.mixture import CLASS_KEY, Mixture
 from shardstep.names import some
 from shardstep.plan import Box, Interval, ParamSpec, boxes
 from shardstep.state.plain import install
-from shardstep.state.tree import Leaf
+from shardstep.state.tree import Leaf, wrappers
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -194,6 +194,12 @@ class _Loading:
         assert param.state is not None
         tree, checkpoint = param.state, self.match.checkpoint
         whole = here == Interval(0, spec.numel)
+        if not whole and (kinds := wrappers(tree.node)):
+            raise CheckpointError(
+                f"{checkpoint.path}: state of parameter {param.name!r} is a tensor of class "
+                f"{kinds[0]}, which cannot be cut; construct the optimizer with "
+                'layout="whole"'
+            )
 
         def make(number: int, leaf: Leaf) -> torch.Tensor:
             if not param.per_element[number]:

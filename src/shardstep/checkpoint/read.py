@@ -168,6 +168,9 @@ class Checkpoint:
                 f"file; classes of {', '.join(WRAPPING_PACKAGES)} are"
             )
         try:
+            # What was divided is where its parameter is already; the rest of the tensor goes along.
+            away = [part.device for part in inner.values() if part.device.type != "cpu"]
+            inner = {name: part.to(away[0]) if away else part for name, part in inner.items()}
             return wrap(kind, inner, context, shape, stride)
         except Exception as error:
             raise CheckpointError(

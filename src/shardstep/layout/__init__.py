@@ -2,5 +2,5 @@
 
 Reading order: `unseen` (somebody's class is run and nothing shows of it), `trial` (on what it is
 run), `same` (compared to the bit), `probe` (the verdict), `cost` (what a step costs), `choose` (the
-layout of each group).
+layout of each group) with `overrides` (what no layout is right for).
 """

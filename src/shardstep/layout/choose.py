@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 
 from shardstep.dtensor import num_parts, refuse_part
 from shardstep.layout.cost import step_cost
+from shardstep.layout.overrides import refuse_overrides
 from shardstep.layout.probe import Verdict, probe
+from shardstep.layout.trial import sizes_among
 from shardstep.mixture import CLASS_KEY, full_name, split_options
 from shardstep.plan import Layout, ParamSpec
 
@@ -230,6 +232,7 @@ def choose(
     declared = getattr(optimizer_class, "shardstep_layout", None)
     if declared is not None and declared not in LAYOUTS:
         raise ValueError(f"{name}.shardstep_layout has to be 'sliced' or 'whole', not {declared!r}")
+    refuse_overrides(optimizer_class)
     known: Layout | None = "sliced" if optimizer_class in ELEMENT_WISE else declared
     if world_size == 1:
         return Choice(asked or known or "whole", "one rank holds everything")
@@ -240,8 +243,10 @@ def choose(
         return Choice(asked or known, how if asked in (None, known) else "asked for")
     dtypes = {step_dtype(p.dtype) for p in params if p.requires_grad} or {torch.float32}
     devices = [torch.device("cpu"), *sorted({p.device for p in params if p.is_cuda}, key=str)]
+    largest = max((p.numel() for p in params), default=0)
+    sizes = sizes_among(optimizer_class, defaults, group_options, largest)
     verdicts = [
-        verdict_on(optimizer_class, defaults, group_options, dtype, devices)
+        verdict_on(optimizer_class, defaults, group_options, dtype, devices, sizes)
         for dtype in sorted(dtypes, key=str)
     ]
     strictness = ("untried", "coupled", "per tensor", "element-wise")
@@ -287,15 +292,17 @@ def verdict_on(
     group_options: Mapping[str, Any],
     dtype: torch.dtype = torch.float32,
     devices: Sequence[torch.device] = (torch.device("cpu"),),
+    sizes: tuple[int, ...] = (),
 ) -> Verdict:
-    """What `probe` says; asked once for each class, set of options and dtype."""
-    key = (optimizer_class, _frozen(defaults), _frozen(group_options), dtype, tuple(devices))
+    """What `probe` says; asked once for each class, set of options, dtype and sizes."""
+    args = (defaults, group_options, dtype, devices, sizes)
+    key = (optimizer_class, *map(_frozen, args[:2]), dtype, tuple(devices), sizes)
     try:
         found = _verdicts.get(key)
     except TypeError:  # an option that cannot be told from another one
-        return probe(optimizer_class, defaults, group_options, dtype, devices)
+        return probe(optimizer_class, *args)
     if found is None:
-        found = _verdicts[key] = probe(optimizer_class, defaults, group_options, dtype, devices)
+        found = _verdicts[key] = probe(optimizer_class, *args)
         while len(_verdicts) > CACHED:
             _verdicts.popitem(last=False)
     return found

@@ -11,16 +11,17 @@ hold them. What comes out is compared to the bit: parameters, state, and what is
   is beyond that, is found out with the random numbers replaced by constants.
 - It cannot be run on what we have for it: it stays *untried*.
 
-Two matrices take many steps, then some tensors of other sizes and dimensions take a few. Gradients
-differ in scale from tensor to tensor and from step to step; one is missing once, and a closure is
-passed now and then.
+Two matrices take many steps, then some tensors of other sizes and dimensions take a few. Classes
+may treat large tensors otherwise: the last are large, and beyond every number among the options
+that may be the size where that begins. Gradients differ in scale from tensor to tensor and from
+step to step; one is missing once, and a closure is passed now and then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -94,6 +95,7 @@ def probe(
     group_options: Mapping[str, Any],
     dtype: torch.dtype = torch.float32,
     devices: Sequence[torch.device] = (torch.device("cpu"),),
+    sizes: tuple[int, ...] = (),
 ) -> Verdict:
     """Find out what `optimizer_class` looks at.
 
@@ -105,6 +107,7 @@ def probe(
         group_options: options that its groups have of their own.
         dtype: of the parameters.
         devices: where to try it; further ones only if it does not run on those before.
+        sizes: numbers of elements, rows or columns at which it may make a difference.
     """
     while isinstance(optimizer_class, functools.partial) and not optimizer_class.args:
         defaults = {**optimizer_class.keywords, **defaults}
@@ -113,8 +116,8 @@ def probe(
         dtype = torch.float32
     error: Exception | None = None
     made = False
-    for trial in trials(optimizer_class, defaults, group_options, dtype, devices):
-        with unseen(optimizer_class, trial.device):
+    for trial in trials(optimizer_class, defaults, group_options, dtype, devices, sizes):
+        with unseen(optimizer_class, trial.device), _one_thread():
             try:
                 verdict = _judge(trial)
             except NotTried as failure:
@@ -131,6 +134,17 @@ def probe(
         f"{stage} on small tensors raised {type(error).__name__}: {error}",
         error=None if made else error.with_traceback(None),
     )
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Large tensors are divided among threads, and the parts' ends are computed otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _judge(trial: Trial) -> Verdict:
@@ -160,15 +174,13 @@ def _compare(trial: Trial, watch: bool = True) -> Verdict:
     if not race.moved:
         raise NotTried(RuntimeError(f"no parameter changed in {STEPS} steps"), made=True)
     loose = bool(race.together.loose)
-    if found.coupled or trial.sparse:
-        return found.verdict(trial, loose)
-    # What does not take these shapes is not asked to.
-    for shapes in (OTHERS, LARGE if found.sliced_unlike is None else ()):
-        with contextlib.suppress(NotTried):
-            other = _Race(replace(trial, shapes=shapes), watch).go(OTHER_STEPS)
-            found = _Found(
-                found.coupled or other.coupled, found.sliced_unlike or other.sliced_unlike
-            )
+    if found.coupled is None and not trial.sparse:
+        with contextlib.suppress(NotTried):  # what does not take these shapes is not asked to
+            found = found.beside(_Race(replace(trial, shapes=OTHERS), watch).go(OTHER_STEPS))
+    for shapes in (LARGE, *trial.beyond_sizes):
+        if found.coupled is None and found.sliced_unlike is None:
+            # If this does not run here, on another device it may, and may not be element-wise.
+            found = _Race(replace(trial, shapes=shapes), watch).go(OTHER_STEPS)
     return found.verdict(trial, loose)
 
 
@@ -178,6 +190,10 @@ class _Found:
 
     coupled: str | None
     sliced_unlike: str | None
+
+    def beside(self, other: _Found) -> _Found:
+        """What was found on these tensors or on those."""
+        return _Found(self.coupled or other.coupled, self.sliced_unlike or other.sliced_unlike)
 
     def verdict(self, trial: Trial, loose: bool) -> Verdict:
         if self.coupled is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +13,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
+from shardstep.describe import check_optimizer
 from shardstep.mixture import extras
 from shardstep.plan import Interval
 
@@ -26,6 +30,16 @@ OTHERS: Shapes = ((200,), (), (12, 10, 3, 3))
 LARGE: Shapes = ((128, 136), (131, 130))
 """Beyond what classes are known to make a difference at: 128 rows or columns, 4,096 elements, a
 multiple of 256 of them."""
+
+SIZES = range(129, 2**21 + 1)
+"""Numbers among the options that may be sizes at which a class makes a difference, and are beyond
+`LARGE`. What it makes of still larger ones would take many seconds to find out."""
+
+ENOUGH = 16_384
+"""Tensors that go beyond such a size have at least so many elements, as `LARGE` has."""
+
+MANY = 2**16
+"""More rows or columns than this, nobody takes for a matter of shape."""
 
 SCALES = (1.0, 20.0, 0.05, 3.0, 0.3)
 """Of the gradients of one tensor and of the next: a common norm shows what it is made of."""
@@ -57,6 +71,7 @@ class Trial:
         sparse: whether gradients are sparse.
         num_groups: in how many groups they are.
         closures: when a closure is passed to `step`.
+        sizes: numbers of elements, rows or columns at which the class may make a difference.
         notes: what is particular about this way.
     """
 
@@ -68,7 +83,18 @@ class Trial:
     sparse: bool
     num_groups: int
     closures: Closures
+    sizes: tuple[int, ...]
     notes: tuple[str, ...]
+
+    @property
+    def beyond_sizes(self) -> list[Shapes]:
+        """For each of the sizes, tensors with a multiple of it in elements, rows or columns."""
+        return [_beyond(size) for size in self.sizes]
+
+
+def _beyond(size: int) -> Shapes:
+    length = size * max(1 if size > MANY else 2, -(-ENOUGH // (2 * size)))
+    return ((2, length),) if size > MANY else ((length, 2), (2, length))
 
 
 class NotTried(Exception):
@@ -95,6 +121,7 @@ def trials(
     group_options: Mapping[str, Any],
     dtype: torch.dtype,
     devices: Sequence[torch.device],
+    sizes: tuple[int, ...],
 ) -> Iterator[Trial]:
     """The ways to run a class on matrices, the most telling first."""
     on = [name for name in SWITCHES if defaults.get(name) or group_options.get(name)]
@@ -127,8 +154,38 @@ def trials(
                         sparse,
                         num_groups,
                         closures,
+                        sizes,
                         notes,
                     )
+
+
+def sizes_among(
+    optimizer_class: Callable[..., Optimizer],
+    defaults: Mapping[str, Any],
+    group_options: Mapping[str, Any],
+    largest: int,
+) -> tuple[int, ...]:
+    """The numbers among a class's options that may be sizes, the class's own defaults included.
+
+    A class may quantise tensors from so many elements on, or in blocks of so many, or factor
+    matrices from so many rows on; what it is on smaller tensors says nothing then.
+
+    Args:
+        optimizer_class: the class.
+        defaults: options that it is called with.
+        group_options: options that its groups have of their own.
+        largest: the number of elements of the largest parameter; what is beyond is of no effect.
+    """
+    options: dict[str, Any] = {}
+    with contextlib.suppress(ValueError, TypeError):  # what is not written in Python may have none
+        parameters = inspect.signature(optimizer_class).parameters
+        options = {name: parameter.default for name, parameter in parameters.items()}
+    found = set()
+    for value in tree_leaves({**options, **defaults, **group_options}):
+        number = type(value) is int or (type(value) is float and value.is_integer())
+        if number and int(value) in SIZES and value <= largest:
+            found.add(int(value))
+    return tuple(sorted(found))
 
 
 def _own(options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -198,10 +255,10 @@ class Run:
         except Exception as error:
             raise NotTried(error, made=False) from error
         self._drew_when_made = draws is not None and draws.happened()
-        if not isinstance(self.opt, Optimizer):
-            name = type(self.opt).__name__
-            wanted = "optimizer_class has to make a torch.optim.Optimizer, but it made a"
-            raise NotTried(ValueError(f"{wanted} {name}"), made=False)
+        try:
+            check_optimizer(self.opt, len(groups))
+        except ValueError as error:
+            raise NotTried(error, made=False) from error
 
     def advance(self) -> bool:
         """Take the next step.
@@ -300,13 +357,21 @@ def start(trial: Trial, number: int) -> torch.Tensor:
     return _draw(trial.shapes[number], trial.dtype, number, -1) * 0.1
 
 
-@cache
 def gradient(shapes: Shapes, dtype: torch.dtype, number: int, step: int) -> torch.Tensor | None:
     """The gradient of a tensor at a step. The second tensor has none at the sixth."""
     if (number, step) == (1, 5):
         return None
+    # Those of all shapes that are tried anyway are worth remembering.
+    drawn = _remembered if shapes in (MATRICES, OTHERS, LARGE) else _gradient
+    return drawn(shapes, dtype, number, step)
+
+
+def _gradient(shapes: Shapes, dtype: torch.dtype, number: int, step: int) -> torch.Tensor:
     scale = SCALES[number % len(SCALES)] * TURNS[step % len(TURNS)]
     return _draw(shapes[number], dtype, number, step) * scale
+
+
+_remembered = cache(_gradient)
 
 
 def _draw(shape: tuple[int, ...], dtype: torch.dtype, number: int, step: int) -> torch.Tensor:

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardstep.buffers import flat
 from shardstep.dtensor import local_part
 from shardstep.layout.choose import ELEMENT_WISE
 from shardstep.mixture import Mixture, of_one_class
 from shardstep.plan import Interval, ParamSpec, ShardPlan
+from shardstep.state.tree import own_copy
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -173,6 +175,11 @@ def _check(value: Any, spec: ParamSpec) -> None:
     """An element-wise optimizer keeps values per element and numbers, nothing else."""
     for key, item in value.items():
         tensor = local_part(item)
+        if isinstance(tensor, torch.Tensor) and is_traceable_wrapper_subclass(tensor):
+            raise ValueError(
+                f"state {key!r} of parameter {spec.name!r} is a {type(tensor).__name__}, which the "
+                "optimizer here cannot use; this state dict belongs to another optimizer class"
+            )
         if isinstance(tensor, torch.Tensor) and tensor.shape != spec.shape and tensor.numel() != 1:
             raise ValueError(
                 f"state {key!r} of parameter {spec.name!r} has shape {tuple(tensor.shape)}, but "
@@ -185,7 +192,7 @@ def _take(value: Any, held: Interval, spec: ParamSpec) -> Any:
     if isinstance(value, torch.Tensor):
         value = local_part(value)
         if held.numel == spec.numel or value.shape != spec.shape:
-            return value.detach().clone()
+            return own_copy(value)
         return flat(value, spec.stride)[held.slice].clone()
     if isinstance(value, Mapping):
         return {key: _take(item, held, spec) for key, item in value.items()}

@@ -19,7 +19,8 @@ from shardstep.state.limits import MAX_DEPTH, is_counts, is_sizes
 Node = list[Any]
 """A value in JSON: `["value", x]`, `["dict", [[key, node], ...]]`, `["list", [node, ...]]`,
 `["tuple", [node, ...]]`, `["deque", [node, ...], maxlen]` or
-`["tensor", dtype, shape, stride, on_cpu, data or null]`; and, for a tensor that is made of others,
+`["tensor", dtype, shape, stride, on_cpu, data or null]`; `["dtype", name]` and `["size", [n, ...]]`
+for torch's own; and, for a tensor that is made of others,
 `["wrapper", class, [[name, node], ...], context node, shape, stride]`."""
 
 INLINE_NBYTES = 64
@@ -114,11 +115,16 @@ def encode(value: Any, path: str = "", depth: int = 0) -> tuple[Node, list[torch
         if tensor.nbytes <= INLINE_NBYTES:
             raw = flat(tensor).cpu().view(torch.uint8) if tensor.numel() else ()
             data = bytes(int(byte) for byte in raw).hex()
-        on_cpu = tensor.device.type == "cpu"
+        # Paged memory, as bitsandbytes has it, is the device's as well.
+        on_cpu = tensor.device.type == "cpu" and not getattr(value, "is_paged", False)
         shape, stride = list(tensor.shape), list(tensor.stride())
         return ["tensor", name_of(tensor.dtype), shape, stride, on_cpu, data], [tensor]
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["value", value], []
+    if isinstance(value, torch.dtype):
+        return ["dtype", name_of(value)], []
+    if isinstance(value, torch.Size):
+        return ["size", list(value)], []
     if isinstance(value, Mapping):
         items, tensors = [], []
         for key, item in value.items():
@@ -149,22 +155,11 @@ def _encode_wrapper(value: Any, path: str) -> tuple[Node, list[torch.Tensor]]:
         node, found = encode(getattr(value, name), f"{path}.{name}")
         items.append([name, node])
         tensors += found
-    context, found = encode(_plain_sizes(context), f"{path}.context")
+    context, found = encode(context, f"{path}.context")
     if found:
         raise TypeError(f"state {path!r} is a {type(value).__name__} that hides tensors")
     kind = f"{type(value).__module__}:{type(value).__qualname__}"
     return ["wrapper", kind, items, context, list(value.shape), list(value.stride())], tensors
-
-
-def _plain_sizes(context: Any) -> Any:
-    """The context with shapes as tuples: text knows no `torch.Size`."""
-    if isinstance(context, torch.Size):
-        return tuple(context)
-    if type(context) in (list, tuple):
-        return type(context)(map(_plain_sizes, context))
-    if isinstance(context, Mapping):
-        return {key: _plain_sizes(item) for key, item in context.items()}
-    return context
 
 
 def _wrapper_class(kind: str) -> Any:
@@ -178,7 +173,10 @@ def _wrapper_class(kind: str) -> Any:
         found = getattr(found, part, None)
     wraps = isinstance(found, type) and issubclass(found, torch.Tensor)
     if not wraps or not hasattr(found, "__tensor_unflatten__"):
-        raise TypeError(f"state is of class {kind}, which is not a tensor class in this process")
+        raise TypeError(
+            f"state is of class {kind}, which is not a tensor class in this process; import "
+            f"{module} first"
+        )
     return found
 
 
@@ -190,6 +188,19 @@ def wrap(kind: str, inner: Mapping[str, Any], context: Any, shape: Any, stride: 
     """
     cls = _wrapper_class(kind)
     return cls.__tensor_unflatten__(inner, context, torch.Size(shape), tuple(stride))
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor in memory of its own, and so are those that one of a subclass is made of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.detach().clone()
+    # Not by its own clone(), which the class may lack, or which may forget what is beside data.
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: own_copy(getattr(tensor, name)) for name in names}
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(
+        inner, context, tensor.shape, tensor.stride()
+    )
+    return made
 
 
 def decode(
@@ -220,6 +231,12 @@ def decode(
         if not (node[1] is None or isinstance(node[1], (bool, int, float, str))):
             raise ValueError(f"{path!r} is said to be a number or text, and is neither")
         return node[1]
+    if kind == "dtype":
+        return dtype_named(node[1])
+    if kind == "size":
+        if not is_sizes(node[1]):
+            raise ValueError(f"{path!r} is said to be a shape, and cannot be one")
+        return torch.Size(node[1])
     if kind == "wrapper":
         inner = {
             name: decode(item, leaf, f"{path}.{name}", depth + 1, wrap) for name, item in node[2]
@@ -272,6 +289,13 @@ def leaves(node: Node) -> list[Leaf]:
         return torch.empty(0)
 
     decode(node, note, wrap=lambda *described: None)
+    return found
+
+
+def wrappers(node: Node) -> list[str]:
+    """The classes of the tensors in `node` that are made of others."""
+    found: list[str] = []
+    decode(node, lambda leaf: torch.empty(0), wrap=lambda kind, *described: found.append(kind))
     return found
 
 

@@ -1,9 +1,9 @@
 """State in a form that `torch.distributed.checkpoint` can take apart, and back from there.
 
-Two things that module does not carry: keys that are not words, and tensors in a tuple, which it
-would pickle. They travel as words and in lists, and become again what the loading side's own state
-says they are. What is not there yet travels as None; see Note [State that is not there yet] in
-`stateful.py`.
+Three things that module does not carry: keys that are not words, tensors in a tuple, which it would
+pickle, and tensors that are made of others. They travel as words, in lists and in dicts, and become
+again what the loading side's own state says they are. What is not there yet travels as None; see
+Note [State that is not there yet] in `stateful.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardstep.checkpoint.dcp.stand_in import StandIn
-from shardstep.state.tree import Node
+from shardstep.state.tree import Node, decode, wrap
 
 
 def portable(value: Any, started: bool = True) -> Any:
@@ -79,6 +79,13 @@ class Reading:
             return {
                 key: self._walk(item, value[str(key)], f"{path}.{key}") for key, item in inner[0]
             }
+        if kind == "wrapper":
+            name, items, context, shape, stride = inner
+            parts = self._walk(["dict", items], value, path)
+            if any(part is None for part in parts.values()):
+                return None
+            # There are no tensors in a context.
+            return wrap(name, parts, decode(context, lambda leaf: torch.empty(0)), shape, stride)
         if kind in ("list", "tuple") and any(each[0] != "value" for each in _within(node)):
             if not isinstance(value, (list, tuple)) or len(value) != len(inner[0]):
                 raise self._unfit(path, value)

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -395,7 +395,7 @@ def _lay_out(form: _Form, param: torch.Tensor, interval: Interval | None) -> Any
             stand_in.hold(form.tensors[number], cut)
         return stand_in
 
-    return portable(decode(kept.node, make, wrap=_refuse_wrapper), form.started)
+    return portable(decode(kept.node, make, wrap=_taken_apart), form.started)
 
 
 def _lay_out_loose(form: _Loose, what: str) -> Any:
@@ -409,11 +409,9 @@ def _lay_out_loose(form: _Loose, what: str) -> Any:
         stand_in.hold(tensor)
         return stand_in
 
-    return portable(decode(form.node, make, wrap=_refuse_wrapper), form.started)
+    return portable(decode(form.node, make, wrap=_taken_apart), form.started)
 
 
-def _refuse_wrapper(kind: str, *described: Any) -> NoReturn:
-    raise RuntimeError(
-        f"the optimizer has state of class {kind}, which torch.distributed.checkpoint cannot be "
-        "given in parts; use shardstep.checkpoint.save"
-    )
+def _taken_apart(kind: str, inner: Mapping[str, Any], *described: Any) -> dict[str, Any]:
+    """In place of a tensor of a subclass, what it is made of."""
+    return dict(inner)
