@@ -22,7 +22,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -30,34 +29,18 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardstep.layout.same import fits, same, same_bits
-from shardstep.layout.trial import (
-    LARGE,
-    OTHERS,
-    NotTried,
-    Part,
-    Run,
-    SeveralEvaluations,
-    Trial,
-    entire,
-    start,
-    trials,
-)
+from shardstep.layout.race import HEAD, DrawsRandomNumbers, Race
+from shardstep.layout.trial import LARGE, OTHERS, NotTried, SeveralEvaluations, Trial, trials
 from shardstep.layout.unseen import unseen
-from shardstep.plan import ALIGNMENT, Interval, Layout
+from shardstep.plan import Layout
 
 Kind = Literal["element-wise", "per tensor", "coupled", "untried"]
 
 STEPS = 40
 """How many steps a class has to be element-wise for: some begin with something else late."""
 
-DECIDED = 12
-"""After so many steps, a class that has not been element-wise is tried no further."""
-
 OTHER_STEPS = 7
 """How many steps the other shapes take."""
-
-SLICES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +125,7 @@ def _judge(trial: Trial) -> Verdict:
     try:
         try:
             return _compare(trial)
-        except _DrawsRandomNumbers:
+        except DrawsRandomNumbers:
             constants: Any = _Constants
             with constants():
                 return replace(_compare(trial, watch=False), random=True)
@@ -155,189 +138,48 @@ def _judge(trial: Trial) -> Verdict:
 
 
 def _compare(trial: Trial, watch: bool = True) -> Verdict:
-    race = _Race(trial, watch)
-    found = race.go(STEPS)
-    if not race.moved:
+    matrices = Race(trial, watch)
+    if not matrices.set_off(STEPS):
         raise NotTried(RuntimeError(f"no parameter changed in {STEPS} steps"), made=True)
-    loose = bool(race.together.loose)
-    if found.coupled or trial.sparse:
-        return found.verdict(trial, loose)
-    # What does not take these shapes is not asked to.
-    for shapes in (OTHERS, LARGE if found.sliced_unlike is None else ()):
-        with contextlib.suppress(NotTried):
-            other = _Race(replace(trial, shapes=shapes), watch).go(OTHER_STEPS)
-            found = _Found(
-                found.coupled or other.coupled, found.sliced_unlike or other.sliced_unlike
-            )
-    return found.verdict(trial, loose)
+    matrices.go(HEAD)
+    coupled = None if trial.sparse else _try_others(matrices, trial, watch)
+    if coupled is None:
+        matrices.go(STEPS)
+        coupled = matrices.coupled
+    loose = bool(matrices.together.loose)
+    if coupled is not None:
+        why = f"with each tensor in an optimizer of its own, {coupled}"
+        return Verdict("coupled", why, loose=loose)
+    if trial.sparse:
+        why = "a sparse gradient cannot be cut into slices"
+        return Verdict("per tensor", why, loose=loose)
+    if matrices.unlike is not None:
+        why = f"with tensors cut into slices, {matrices.unlike}"
+        return Verdict("per tensor", why, loose=loose)
+    why = f"slices came to the same bits as whole tensors in {STEPS} steps"
+    return Verdict("element-wise", why, loose=loose)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """How tensors apart, and slices, differed from tensors together; None if they did not."""
+def _try_others(matrices: Race, trial: Trial, watch: bool) -> str | None:
+    """Run the class on other shapes for a few steps.
 
-    coupled: str | None
-    sliced_unlike: str | None
+    Whether slices have come to something else is noted in `matrices`, which is spared a long run
+    then.
 
-    def verdict(self, trial: Trial, loose: bool) -> Verdict:
-        if self.coupled is not None:
-            why = f"with each tensor in an optimizer of its own, {self.coupled}"
-            return Verdict("coupled", why, loose=loose)
-        if trial.sparse:
-            why = "a sparse gradient cannot be cut into slices"
-            return Verdict("per tensor", why, loose=loose)
-        if self.sliced_unlike is not None:
-            why = f"with tensors cut into slices, {self.sliced_unlike}"
-            return Verdict("per tensor", why, loose=loose)
-        why = f"slices came to the same bits as whole tensors in {STEPS} steps"
-        return Verdict("element-wise", why, loose=loose)
-
-
-class _DrawsRandomNumbers(Exception):
-    """The class has drawn from a source that ranks do not share."""
-
-
-class _Race:
-    """Tensors together, apart and in slices, step by step.
-
-    Args:
-        trial: how the class is run.
-        watch: whether to find out if random numbers are drawn.
-
-    Attributes:
-        together: the optimizer over all tensors.
-        moved: whether any parameter has changed.
+    Returns:
+        How tensors apart differed from tensors together; None if they did not.
     """
-
-    def __init__(self, trial: Trial, watch: bool) -> None:
-        self._trial = trial
-        self._watch = watch
-        self.together = Run(trial, entire(trial.shapes), seeded=True)
-        self.moved = False
-
-    def go(self, steps: int) -> _Found:
-        """Run until it is known what the class looks at.
-
-        Raises:
-            NotTried: if it does not run even with tensors together.
-            _DrawsRandomNumbers: if it does.
-        """
-        trial, seeded = self._trial, not self._watch
-        apart: list[Run] = []
-        slices: list[Run] = []
-        held = _cut(self._trial.shapes)
-        coupled = unlike = None
-        # What a class raises here it has not raised for tensors together.
-        try:
-            apart = [Run(trial, [part], seeded) for part in entire(trial.shapes)]
-        except NotTried as failure:
-            coupled = _raised(failure)
-        try:
-            slices = [] if trial.sparse else [Run(trial, parts, seeded) for parts in held]
-        except NotTried as failure:
-            unlike = _raised(failure)
-        for step in range(1, steps + 1):
-            if self.together.advance() and self._watch:
-                raise _DrawsRandomNumbers
-            self._look()
-            if coupled is None:
-                coupled = self._follow(step, apart)
-            if coupled is not None:
-                break
-            if unlike is None and slices:
-                unlike = self._follow_slices(step, slices, held)
-            if (unlike is not None or not slices) and step >= DECIDED:
-                break
-        if coupled is None:
-            coupled = self._compare_rest(apart)
-        if unlike is None and slices:
-            unlike = self._compare_states(slices, held) or self._compare_groups(slices)
-        return _Found(coupled, unlike)
-
-    def _look(self) -> None:
-        if not self.moved:
-            starts = [start(self._trial, n) for n in range(len(self._trial.shapes))]
-            ends = [param.detach().cpu() for param in self.together.params]
-            self.moved = not all(map(same_bits, starts, ends))
-
-    def _follow(self, step: int, apart: Sequence[Run]) -> str | None:
-        for number, run in enumerate(apart):
-            try:
-                run.advance()
-            except NotTried as failure:
-                return _raised(failure)
-            if not same_bits(self.together.params[number], run.params[0]):
-                return f"a parameter differed after step {step}"
-        return None
-
-    def _compare_rest(self, apart: Sequence[Run]) -> str | None:
-        for number, run in enumerate(apart):
-            if not same(self.together.state(number), run.state(0)):
-                return "the state differed"
-        return self._compare_groups(apart)
-
-    def _compare_groups(self, runs: Sequence[Run]) -> str | None:
-        """Every rank has all groups, and has to keep the same in them."""
-        if any(not same(self.together.groups, run.groups) for run in runs):
-            return "what it keeps in its groups differed"
-        if any(not same(self.together.loose, run.loose) for run in runs):
-            return "state that belongs to no parameter differed"
-        return None
-
-    def _follow_slices(
-        self, step: int, slices: Sequence[Run], held: Sequence[Sequence[Part]]
-    ) -> str | None:
-        for run in slices:
-            try:
-                run.advance()
-            except NotTried as failure:
-                return _raised(failure)
-        for number, whole in enumerate(self.together.params):
-            pieces = [run.params[position] for run, position in _pieces(number, slices, held)]
-            joined = torch.cat([piece.reshape(-1) for piece in pieces])
-            if not same_bits(joined, whole.reshape(-1)):
-                return f"a parameter differed after step {step}"
-        return None
-
-    def _compare_states(self, slices: Sequence[Run], held: Sequence[Sequence[Part]]) -> str | None:
-        for number, shape in enumerate(self._trial.shapes):
-            pieces = _pieces(number, slices, held)
-            states = [run.state(position) for run, position in pieces]
-            shapes = [tuple(run.params[position].shape) for run, position in pieces]
-            if not fits(self.together.state(number), states, shape, shapes):
-                return "the state differed"
-        return None
-
-
-def _raised(failure: NotTried) -> str:
-    return f"it raised {type(failure.error).__name__}: {failure.error}"
-
-
-def _cut(shapes: Sequence[tuple[int, ...]]) -> list[list[Part]]:
-    """The slices that each of a few ranks would hold."""
-    held: list[list[Part]] = [[] for _ in range(SLICES)]
-    for number, shape in enumerate(shapes):
-        numel = torch.Size(shape).numel()
-        units = -(-numel // ALIGNMENT)
-        # At odd units: nothing that works in larger blocks is to be cut between two of them.
-        cuts = [0, *(units * cut // SLICES | 1 for cut in range(1, SLICES)), units]
-        bounds = [min(numel, ALIGNMENT * cut) for cut in cuts]
-        for rank, (first, last) in enumerate(pairwise(bounds)):
-            if first < last:
-                held[rank].append((number, Interval(first, last)))
-    return held
-
-
-def _pieces(
-    number: int, slices: Sequence[Run], held: Sequence[Sequence[Part]]
-) -> list[tuple[Run, int]]:
-    """Who has a slice of a tensor, and where."""
-    return [
-        (run, position)
-        for run, parts in zip(slices, held, strict=True)
-        for position, (tensor, _) in enumerate(parts)
-        if tensor == number
-    ]
+    for shapes in (OTHERS, LARGE):
+        if matrices.coupled is not None or (shapes is LARGE and matrices.unlike is not None):
+            break
+        # What does not take these shapes is not asked to.
+        with contextlib.suppress(NotTried):
+            race = Race(replace(trial, shapes=shapes), watch, matrices.unlike)
+            race.go(OTHER_STEPS)
+            matrices.unlike = race.unlike
+            if race.coupled is not None:
+                return race.coupled
+    return matrices.coupled
 
 
 class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]

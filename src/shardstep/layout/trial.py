@@ -178,7 +178,7 @@ class Run:
         self._parts = parts
         self._taken = 0
         self.params = [
-            torch.nn.Parameter(_part(start(trial, number), interval, trial.device).clone())
+            torch.nn.Parameter(part(start(trial, number), interval).to(trial.device, copy=True))
             for number, interval in parts
         ]
         groups = [
@@ -242,8 +242,8 @@ class Run:
             if whole is None:
                 param.grad = None
                 continue
-            grad = _part(whole, interval, self._trial.device)
-            param.grad = grad.to_sparse(1) if self._trial.sparse else grad.clone()
+            grad = part(whole, interval).to(self._trial.device, copy=True)
+            param.grad = grad.to_sparse(1) if self._trial.sparse else grad
 
     def state(self, position: int) -> Any:
         """The state of one of its parameters; None if it has none."""
@@ -270,29 +270,41 @@ class _Draws:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._numpy: Any = sys.modules.get("numpy")
+        self._device: Any = None if device.type == "cpu" else torch.get_device_module(device)
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
-        self._numpy: Any = sys.modules.get("numpy")
         if self._numpy:
             self._numpy.random.seed(seed)
-        self._device: Any = None if device.type == "cpu" else torch.get_device_module(device)
         if self._device:
             self._device.manual_seed(seed)
-        self._before = self._states()
+            self._state = self._device.get_rng_state()
 
     def happened(self) -> bool:
-        """Whether there were any since this was made."""
-        pairs = zip(self._before, self._states(), strict=True)
-        return not all(
-            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs
-        )
-
-    def _states(self) -> list[Any]:
-        states = [torch.get_rng_state(), random.getstate()]
+        """Whether there were any since this was made; asked once."""
+        # A source that has been drawn from does not go on with the numbers that come first. To
+        # compare the states of all of them would take longer than most steps.
+        numbers = [*_uniform(torch.default_generator), random.random()]
         if self._numpy:
-            _, keys, position, *_ = self._numpy.random.get_state()
-            states += [keys.tobytes(), position]
-        return [*states, self._device.get_rng_state()] if self._device else states
+            numbers.append(self._numpy.random.random_sample())
+        if numbers != _first_numbers(self._seed, self._numpy):
+            return True
+        return bool(self._device) and not torch.equal(self._state, self._device.get_rng_state())
+
+
+@cache
+def _first_numbers(seed: int, numpy: Any) -> list[float]:
+    """What comes first from each of the sources if it starts with this seed."""
+    numbers = [*_uniform(torch.Generator().manual_seed(seed)), random.Random(seed).random()]
+    return [*numbers, numpy.random.RandomState(seed).random_sample()] if numpy else numbers
+
+
+def _uniform(source: torch.Generator) -> list[float]:
+    numbers: list[float] = torch.rand(
+        2, generator=source, dtype=torch.float32, device="cpu"
+    ).tolist()
+    return numbers
 
 
 def start(trial: Trial, number: int) -> torch.Tensor:
@@ -314,7 +326,6 @@ def _draw(shape: tuple[int, ...], dtype: torch.dtype, number: int, step: int) ->
     return torch.randn(shape, generator=source, device="cpu").to(dtype)
 
 
-def _part(tensor: torch.Tensor, interval: Interval, device: torch.device) -> torch.Tensor:
-    # As a rank would have it: whole where it has all of it, else flat.
-    entirely = interval.numel == tensor.numel()
-    return (tensor if entirely else tensor.reshape(-1)[interval.slice]).to(device)
+def part(tensor: torch.Tensor, interval: Interval) -> torch.Tensor:
+    """Some elements of a tensor as a rank would have them: whole if these are all, else flat."""
+    return tensor if interval.numel == tensor.numel() else tensor.reshape(-1)[interval.slice]
