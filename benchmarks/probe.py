@@ -164,9 +164,7 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     rows = {
-        case.name: _row(
-            [_in_fresh_process(case, options.rounds) for _ in range(options.processes)]
-        )
+        case.name: _row([_in_fresh_process(case, options.rounds) for _ in range(options.processes)])
         for case in cases(options.classes)
     }
     rows = dict(sorted(rows.items(), key=lambda item: item[1]["warm_ms"]["median"]))

@@ -26,9 +26,8 @@ from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from shardstep.layout.constants import constants_everywhere, quick_constants
 from shardstep.layout.race import HEAD, DrawsRandomNumbers, Race
 from shardstep.layout.trial import LARGE, OTHERS, NotTried, SeveralEvaluations, Trial, trials
 from shardstep.layout.unseen import unseen
@@ -126,9 +125,12 @@ def _judge(trial: Trial) -> Verdict:
         try:
             return _compare(trial)
         except DrawsRandomNumbers:
-            constants: Any = _Constants
-            with constants():
-                return replace(_compare(trial, watch=False), random=True)
+            for constants in (quick_constants, constants_everywhere):
+                with constants():
+                    verdict = _compare(trial, watch=False)
+                if verdict.kind != "coupled":
+                    break
+            return replace(verdict, random=True)
     except SeveralEvaluations:
         why = (
             "a step evaluates its closure more than once, and between two evaluations a rank has "
@@ -180,17 +182,3 @@ def _try_others(matrices: Race, trial: Trial, watch: bool) -> str | None:
             if race.coupled is not None:
                 return race.coupled
     return matrices.coupled
-
-
-class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While this lasts, torch's random numbers are constants: what is left is how they are used."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, torch.Tensor):
-                    tensor.fill_(0.25 if tensor.is_floating_point() else 0)
-        return out

@@ -13,10 +13,13 @@ it turns out that they matter:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from shardstep.layout.same import fits, same, same_bits
 from shardstep.layout.trial import NotTried, Part, Run, Shapes, Trial, entire, part, start
@@ -27,6 +30,17 @@ HEAD = 4
 
 DECIDED = 12
 """After so many steps, a class that has not been element-wise is tried no further."""
+
+FEWEST = 3
+"""It is tried for so many steps however long these take: gradients have been of all sizes then, and a
+closure has been passed."""
+
+CALLS = 4000
+"""A class that calls torch more often than this in `DECIDED` steps is tried for fewer. It is calls
+that are counted, not seconds: all ranks have to come to the same verdict."""
+
+CALLS_LOOKED_AT = 1200
+"""The same where each call is looked at, which takes longer."""
 
 
 class DrawsRandomNumbers(Exception):
@@ -56,6 +70,7 @@ class Race:
         self.together = Run(trial, entire(trial.shapes), seeded=True)
         self.unlike = unlike
         self._course: list[list[torch.Tensor]] = []
+        self._calls = _Calls()
         self._apart = _Shared(self.together, trial, [[p] for p in entire(trial.shapes)], not watch)
         self._slices = _Shared(self.together, trial, cut(trial.shapes), not watch)
 
@@ -89,16 +104,25 @@ class Race:
         """
         self._follow()
         while len(self._course) < steps and self.coupled is None:
-            if not self._slices_matter and len(self._course) >= DECIDED:
+            if not self._slices_matter and len(self._course) >= self._enough:
                 break
             self._advance()
             self._follow()
         self._compare_rest()
 
     def _advance(self) -> None:
-        if self.together.advance() and self._watch:
+        # The first step says what others will cost; to count takes time too.
+        with contextlib.nullcontext() if self._course else self._calls:
+            drew = self.together.advance()
+        if drew and self._watch:
             raise DrawsRandomNumbers
         self._course.append([param.detach().clone() for param in self.together.params])
+
+    @property
+    def _enough(self) -> int:
+        """How many steps are enough where slices are not at issue."""
+        calls = (CALLS if self._watch else CALLS_LOOKED_AT) // max(1, self._calls.count)
+        return max(FEWEST, min(DECIDED, calls))
 
     @property
     def _slices_matter(self) -> bool:
@@ -198,6 +222,20 @@ class _Shared:
         if any(not same(self._whole.loose, run.loose) for run in self._runs):
             return "state that belongs to no parameter differed"
         return None
+
+
+class _Calls(TorchFunctionMode):
+    """Counts what is called of torch, and leaves it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def cut(shapes: Shapes) -> list[list[Part]]:

@@ -18,7 +18,10 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not (is_plain(one) and is_plain(other)):
         return type(one) is type(other) and same(_inner(one), _inner(other))
     if one.is_complex():
-        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+        one, other = (
+            torch.view_as_real(one.resolve_conj()),
+            torch.view_as_real(other.resolve_conj()),
+        )
     integer = _INTEGERS[one.element_size()]
     return torch.equal(one.detach().view(integer), other.detach().view(integer))
 

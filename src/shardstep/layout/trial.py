@@ -17,10 +17,10 @@ from shardstep.plan import Interval
 
 Shapes = tuple[tuple[int, ...], ...]
 
-MATRICES: Shapes = ((33, 22), (24, 37))
+MATRICES: Shapes = ((17, 11), (13, 19))
 """No lengths that are multiples of a vector register's."""
 
-OTHERS: Shapes = ((200,), (), (12, 10, 3, 3))
+OTHERS: Shapes = ((99,), (), (6, 5, 3, 3))
 """Vectors, scalars and more dimensions than two."""
 
 LARGE: Shapes = ((128, 136), (131, 130))
@@ -273,38 +273,30 @@ class _Draws:
         self._seed = seed
         self._numpy: Any = sys.modules.get("numpy")
         self._device: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if self._numpy:
-            self._numpy.random.seed(seed)
-        if self._device:
-            self._device.manual_seed(seed)
-            self._state = self._device.get_rng_state()
+        self._start()
+        self._state: Any = self._device.get_rng_state() if self._device else None
 
     def happened(self) -> bool:
         """Whether there were any since this was made; asked once."""
-        # A source that has been drawn from does not go on with the numbers that come first. To
-        # compare the states of all of them would take longer than most steps.
-        numbers = [*_uniform(torch.default_generator), random.random()]
-        if self._numpy:
-            numbers.append(self._numpy.random.random_sample())
-        if numbers != _first_numbers(self._seed, self._numpy):
+        if self._device and not torch.equal(self._state, self._device.get_rng_state()):
             return True
-        return bool(self._device) and not torch.equal(self._state, self._device.get_rng_state())
+        # A source that has been drawn from does not go on as it started. To compare the states of
+        # all of them would take longer than most steps.
+        found = self._numbers()
+        self._start()
+        return found != self._numbers()
 
+    def _start(self) -> None:
+        torch.default_generator.manual_seed(self._seed)
+        random.seed(self._seed)
+        if self._numpy:
+            self._numpy.random.seed(self._seed)
+        if self._device:
+            self._device.manual_seed(self._seed)
 
-@cache
-def _first_numbers(seed: int, numpy: Any) -> list[float]:
-    """What comes first from each of the sources if it starts with this seed."""
-    numbers = [*_uniform(torch.Generator().manual_seed(seed)), random.Random(seed).random()]
-    return [*numbers, numpy.random.RandomState(seed).random_sample()] if numpy else numbers
-
-
-def _uniform(source: torch.Generator) -> list[float]:
-    numbers: list[float] = torch.rand(
-        2, generator=source, dtype=torch.float32, device="cpu"
-    ).tolist()
-    return numbers
+    def _numbers(self) -> list[float]:
+        numbers = [random.random(), *torch.rand(2, dtype=torch.float32, device="cpu").tolist()]
+        return [*numbers, self._numpy.random.random_sample()] if self._numpy else numbers
 
 
 def start(trial: Trial, number: int) -> torch.Tensor:
