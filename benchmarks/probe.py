@@ -28,8 +28,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from optimizer_table import OPTIONS, WITHOUT, classes
 
+from optimizer_table import OPTIONS, WITHOUT, classes
 from shardstep.layout.probe import probe
 from shardstep.layout.trial import MATRICES, Run
 from shardstep.layout.unseen import unseen

@@ -11,9 +11,12 @@ hold them. What comes out is compared to the bit: parameters, state, and what is
   is beyond that, is found out with the random numbers replaced by constants.
 - It cannot be run on what we have for it: it stays *untried*.
 
-Two matrices take many steps, then some tensors of other sizes and dimensions take a few. Gradients
-differ in scale from tensor to tensor and from step to step; one is missing once, and a closure is
-passed now and then.
+Two small matrices take a step or two, which shows most differences; then two larger ones take many
+steps, and some tensors of other sizes and dimensions a few. Gradients differ in scale from tensor
+to tensor and from step to step; one is missing once, and a closure is passed now and then.
+
+It is to take less than 100 ms (benchmarks/probe.py). So nobody takes a step that cannot change the
+verdict (`race`), and a class whose steps take long is left at small tensors and few steps.
 """
 
 from __future__ import annotations
@@ -29,7 +32,16 @@ from torch.optim import Optimizer
 
 from shardstep.layout.constants import constants_everywhere, quick_constants
 from shardstep.layout.race import HEAD, DrawsRandomNumbers, Race
-from shardstep.layout.trial import LARGE, OTHERS, NotTried, SeveralEvaluations, Trial, trials
+from shardstep.layout.trial import (
+    LARGE,
+    OTHERS,
+    SMALL,
+    SMALL_OTHERS,
+    NotTried,
+    SeveralEvaluations,
+    Trial,
+    trials,
+)
 from shardstep.layout.unseen import unseen
 from shardstep.plan import Layout
 
@@ -40,6 +52,13 @@ STEPS = 40
 
 OTHER_STEPS = 7
 """How many steps the other shapes take."""
+
+GLANCE = 2
+"""How many steps show whether slices differ, for nearly all classes."""
+
+FEWEST = 3
+"""How many steps a class is tried for if these take long: gradients have been of all sizes then,
+and a closure has been passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,45 +159,69 @@ def _judge(trial: Trial) -> Verdict:
 
 
 def _compare(trial: Trial, watch: bool = True) -> Verdict:
-    matrices = Race(trial, watch)
-    if not matrices.set_off(STEPS):
-        raise NotTried(RuntimeError(f"no parameter changed in {STEPS} steps"), made=True)
-    matrices.go(HEAD)
-    coupled = None if trial.sparse else _try_others(matrices, trial, watch)
-    if coupled is None:
-        matrices.go(STEPS)
-        coupled = matrices.coupled
-    loose = bool(matrices.together.loose)
+    glance = _glance(trial, watch)
+    unlike = glance.unlike if glance else None
+    if glance and (glance.coupled is not None or (unlike is not None and glance.long)):
+        race, brief = glance, True
+        race.go(FEWEST)
+    else:
+        race, brief = Race(trial, watch, unlike), False
+        if not race.set_off(STEPS):
+            raise NotTried(RuntimeError(f"no parameter changed in {STEPS} steps"), made=True)
+        race.go(HEAD)
+    coupled = race.coupled
+    if coupled is None and not trial.sparse:
+        coupled = _try_others(race, trial, watch, brief)
+    if coupled is None and not brief:
+        race.go(STEPS)
+        coupled = race.coupled
+    loose = bool(race.together.loose)
     if coupled is not None:
         why = f"with each tensor in an optimizer of its own, {coupled}"
         return Verdict("coupled", why, loose=loose)
     if trial.sparse:
         why = "a sparse gradient cannot be cut into slices"
         return Verdict("per tensor", why, loose=loose)
-    if matrices.unlike is not None:
-        why = f"with tensors cut into slices, {matrices.unlike}"
+    if race.unlike is not None:
+        why = f"with tensors cut into slices, {race.unlike}"
         return Verdict("per tensor", why, loose=loose)
     why = f"slices came to the same bits as whole tensors in {STEPS} steps"
     return Verdict("element-wise", why, loose=loose)
 
 
-def _try_others(matrices: Race, trial: Trial, watch: bool) -> str | None:
+def _glance(trial: Trial, watch: bool) -> Race | None:
+    """Run the class on small matrices for a step or two; None if nothing comes of that."""
+    with contextlib.suppress(NotTried):
+        race = Race(replace(trial, shapes=SMALL), watch)
+        if race.set_off(GLANCE):
+            race.go(GLANCE)
+            return race
+    return None
+
+
+def _try_others(race: Race, trial: Trial, watch: bool, brief: bool) -> str | None:
     """Run the class on other shapes for a few steps.
 
-    Whether slices have come to something else is noted in `matrices`, which is spared a long run
+    Whether slices have come to something else is noted in `race`, which need not go on for long
     then.
+
+    Args:
+        race: the one on matrices.
+        trial: how the class is run.
+        watch: whether to find out if random numbers are drawn.
+        brief: whether steps take long, so that few have to do.
 
     Returns:
         How tensors apart differed from tensors together; None if they did not.
     """
-    for shapes in (OTHERS, LARGE):
-        if matrices.coupled is not None or (shapes is LARGE and matrices.unlike is not None):
+    for shapes in (SMALL_OTHERS,) if brief else (OTHERS, LARGE):
+        if shapes is LARGE and race.unlike is not None:
             break
         # What does not take these shapes is not asked to.
         with contextlib.suppress(NotTried):
-            race = Race(replace(trial, shapes=shapes), watch, matrices.unlike)
-            race.go(OTHER_STEPS)
-            matrices.unlike = race.unlike
-            if race.coupled is not None:
-                return race.coupled
-    return matrices.coupled
+            other = Race(replace(trial, shapes=shapes), watch, race.unlike)
+            other.go(FEWEST if brief else OTHER_STEPS)
+            race.unlike = other.unlike
+            if other.coupled is not None:
+                return other.coupled
+    return None

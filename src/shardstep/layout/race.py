@@ -31,16 +31,11 @@ HEAD = 4
 DECIDED = 12
 """After so many steps, a class that has not been element-wise is tried no further."""
 
-FEWEST = 3
-"""It is tried for so many steps however long these take: gradients have been of all sizes then, and a
-closure has been passed."""
+COUNTED = 2
+"""In so many steps, calls of torch are counted."""
 
-CALLS = 4000
-"""A class that calls torch more often than this in `DECIDED` steps is tried for fewer. It is calls
-that are counted, not seconds: all ranks have to come to the same verdict."""
-
-CALLS_LOOKED_AT = 1200
-"""The same where each call is looked at, which takes longer."""
+MANY_CALLS = 600
+"""Beyond so many calls in these, for two small matrices, the steps of a class take long."""
 
 
 class DrawsRandomNumbers(Exception):
@@ -57,8 +52,7 @@ class Race:
 
     Attributes:
         together: the optimizer over all tensors.
-        coupled: how tensors apart differed from tensors together; None if they did not.
-        unlike: how slices did.
+        unlike: how slices differed from whole tensors; None if they did not.
 
     Raises:
         NotTried: if the class cannot be made for all tensors together.
@@ -70,13 +64,19 @@ class Race:
         self.together = Run(trial, entire(trial.shapes), seeded=True)
         self.unlike = unlike
         self._course: list[list[torch.Tensor]] = []
-        self._calls = _Calls()
+        self._counter = _Counter()
         self._apart = _Shared(self.together, trial, [[p] for p in entire(trial.shapes)], not watch)
         self._slices = _Shared(self.together, trial, cut(trial.shapes), not watch)
 
     @property
     def coupled(self) -> str | None:
+        """How tensors apart differed from tensors together; None if they did not."""
         return self._apart.difference
+
+    @property
+    def long(self) -> bool:
+        """Whether steps take long, counted in calls: ranks have to agree, and clocks do not."""
+        return self._counter.count > MANY_CALLS
 
     def set_off(self, steps: int) -> bool:
         """Let the first one go alone until a parameter moves, up to step `steps`.
@@ -104,25 +104,19 @@ class Race:
         """
         self._follow()
         while len(self._course) < steps and self.coupled is None:
-            if not self._slices_matter and len(self._course) >= self._enough:
+            if not self._slices_matter and len(self._course) >= DECIDED:
                 break
             self._advance()
             self._follow()
         self._compare_rest()
 
     def _advance(self) -> None:
-        # The first step says what others will cost; to count takes time too.
-        with contextlib.nullcontext() if self._course else self._calls:
+        counting = len(self._course) < COUNTED and not self.long
+        with self._counter if counting else contextlib.nullcontext():
             drew = self.together.advance()
         if drew and self._watch:
             raise DrawsRandomNumbers
         self._course.append([param.detach().clone() for param in self.together.params])
-
-    @property
-    def _enough(self) -> int:
-        """How many steps are enough where slices are not at issue."""
-        calls = (CALLS if self._watch else CALLS_LOOKED_AT) // max(1, self._calls.count)
-        return max(FEWEST, min(DECIDED, calls))
 
     @property
     def _slices_matter(self) -> bool:
@@ -224,7 +218,7 @@ class _Shared:
         return None
 
 
-class _Calls(TorchFunctionMode):
+class _Counter(TorchFunctionMode):
     """Counts what is called of torch, and leaves it as it is."""
 
     def __init__(self) -> None:

@@ -17,11 +17,18 @@ from shardstep.plan import Interval
 
 Shapes = tuple[tuple[int, ...], ...]
 
-MATRICES: Shapes = ((17, 11), (13, 19))
+SMALL: Shapes = ((17, 11), (13, 19))
+"""What any class takes little time for. A slice is flat, and some classes keep a matrix of as many
+rows as that has elements."""
+
+MATRICES: Shapes = ((33, 22), (24, 37))
 """No lengths that are multiples of a vector register's."""
 
-OTHERS: Shapes = ((99,), (), (6, 5, 3, 3))
+OTHERS: Shapes = ((139,), (), (12, 10, 3, 3))
 """Vectors, scalars and more dimensions than two."""
+
+SMALL_OTHERS: Shapes = ((99,), (), (6, 5, 3, 3))
+"""The same for classes that take long."""
 
 LARGE: Shapes = ((128, 136), (131, 130))
 """Beyond what classes are known to make a difference at: 128 rows or columns, 4,096 elements, a
@@ -243,7 +250,7 @@ class Run:
                 param.grad = None
                 continue
             grad = part(whole, interval).to(self._trial.device, copy=True)
-            param.grad = grad.to_sparse(1) if self._trial.sparse else grad
+            param.grad = _by_rows(grad) if self._trial.sparse else grad
 
     def state(self, position: int) -> Any:
         """The state of one of its parameters; None if it has none."""
@@ -321,3 +328,9 @@ def _draw(shape: tuple[int, ...], dtype: torch.dtype, number: int, step: int) ->
 def part(tensor: torch.Tensor, interval: Interval) -> torch.Tensor:
     """Some elements of a tensor as a rank would have them: whole if these are all, else flat."""
     return tensor if interval.numel == tensor.numel() else tensor.reshape(-1)[interval.slice]
+
+
+def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor that has all rows (`to_sparse` would take longer than many a step)."""
+    rows = torch.arange(len(tensor), device=tensor.device).unsqueeze(0)
+    return torch.sparse_coo_tensor(rows, tensor, tensor.shape, is_coalesced=True)
