@@ -101,7 +101,7 @@ class LateClip(Simple):
 
     def before(self) -> None:
         self.taken += 1
-        if self.taken > 30:
+        if self.taken > 30 and self.grads:
             torch._foreach_div_(self.grads, float(torch.nn.utils.get_total_norm(self.grads)))
 
 
@@ -110,7 +110,7 @@ class LateCount(LateClip):
 
     def before(self) -> None:
         self.taken += 1
-        if self.taken > 30:
+        if self.taken > 30 and self.grads:
             torch._foreach_div_(self.grads, float(len(self.grads)))
 
 
@@ -180,14 +180,23 @@ class Laborious(TrustRatio):
     """Calls torch a thousand times in a step."""
 
     def before(self) -> None:
-        for _ in range(1000):
-            torch.is_tensor(self.grads[0].abs())
+        for grad in 1000 * self.grads:
+            grad.abs()
 
 
 class LaboriousClip(Laborious):
     def before(self) -> None:
         super().before()
-        torch._foreach_div_(self.grads, float(torch.nn.utils.get_total_norm(self.grads)))
+        if self.grads:
+            torch._foreach_div_(self.grads, float(torch.nn.utils.get_total_norm(self.grads)))
+
+
+class LaboriousCount(Laborious):
+    """Counts in its groups how many gradients there are."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        super().update(p, grad, group)
+        group["updates"] = group.get("updates", 0) + 1
 
 
 class Hoarder(Simple):
@@ -372,6 +381,7 @@ EXPECTED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
     (RefusesSmallOnes, {}, "element-wise"),
     (Laborious, {}, "per tensor"),
     (LaboriousClip, {}, "coupled"),
+    (LaboriousCount, {}, "coupled"),
     (Hoarder, {}, "per tensor"),
     (MatricesOnly, {}, "per tensor"),
     (GroupDecides, {"normalise": True}, "per tensor"),
