@@ -3,12 +3,12 @@
     pip install --no-deps pytorch_optimizer
     python benchmarks/probe.py --out benchmarks/results/probe.json
 
-Each class is tried in a fresh process that has made an optimizer before, which loads torch's
-compiler (*cold*: the first time, with all that happens once), and then again and again in the same
-process (*warm*). One thread. Beside it stands what a single step of the class on one small matrix
-takes, and how many steps of its optimizers were tried: nothing that runs the class can be faster
-than a few of its steps. The limit is the one that docs/layouts.md promises; classes beyond it are
-named.
+Each class is tried again and again in one process and one thread (*warm*), all of them in turn. The
+slowest are tried in fresh processes too (*cold*: the first time, with all that happens once; torch
+has loaded its compiler before, as with the first optimizer of any process). Beside it stands how
+many steps of optimizers were taken, and what a single one on a small matrix takes: nothing that
+runs a class can be faster than a few of its steps. Classes beyond the 100 ms that docs/layouts.md
+speaks of are named.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import multiprocessing as mp
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +32,7 @@ from typing import Any
 import torch
 
 from optimizer_table import OPTIONS, WITHOUT, classes
-from shardstep.layout.probe import probe
+from shardstep.layout.probe import Verdict, probe
 from shardstep.layout.trial import MATRICES, Run
 from shardstep.layout.unseen import unseen
 
@@ -62,25 +64,33 @@ def cases(only: Sequence[str]) -> list[Case]:
     return [case for case in found if not only or case.name in only]
 
 
-def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """Try a class once cold and `rounds` times warm; called in a process of its own."""
+def attempt(case: Case) -> Verdict:
+    """What is timed."""
+    return probe(case.optimizer_class, copy.deepcopy(case.options), case.group_options)
 
-    def once() -> Any:
-        return probe(case.optimizer_class, copy.deepcopy(case.options), case.group_options)
 
-    cold, verdict = _timed(once)
-    warm = [_timed(once)[0] for _ in range(rounds)]
-    with _counted() as steps:
-        once()
-    return {
-        "kind": verdict.kind,
-        "random": verdict.random,
-        "why": verdict.why,
-        "cold_ms": cold,
-        "warm_ms": warm,
-        "steps": steps[0],
-        "step_ms": _step_ms(case),
-    }
+def warm(found: Sequence[Case], rounds: int) -> dict[str, dict[str, Any]]:
+    """One row per class, the slowest last."""
+    times: dict[str, list[float]] = {case.name: [] for case in found}
+    rows = {}
+    for case in found:
+        with _counted() as steps:
+            verdict = attempt(case)
+        kind = verdict.kind + (" and random" if verdict.random else "")
+        rows[case.name] = {"kind": kind, "why": verdict.why, "steps": steps[0]}
+    for _ in range(rounds):
+        for case in found:
+            times[case.name].append(_timed(lambda case=case: attempt(case))[0])
+    for case in found:
+        rows[case.name] |= {"warm_ms": _spread(times[case.name]), "step_ms": _step_ms(case)}
+    return dict(sorted(rows.items(), key=lambda item: item[1]["warm_ms"]["median"]))
+
+
+def cold(name: str, processes: int) -> dict[str, float]:
+    """Milliseconds of the first time, in processes of their own."""
+    command = [sys.executable, __file__, "--first", name]
+    runs = [subprocess.run(command, check=True, capture_output=True) for _ in range(processes)]
+    return _spread([float(run.stdout) for run in runs])
 
 
 def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -122,32 +132,6 @@ def _step_ms(case: Case) -> float | None:
     return round(median(times[1:]), 3)
 
 
-def _child(case: Case, rounds: int, pipe: Any) -> None:
-    pipe.send(measure(case, rounds))
-
-
-def _in_fresh_process(case: Case, rounds: int) -> dict[str, Any]:
-    # Forked: what is imported is there, and nothing has been tried yet.
-    fork = mp.get_context("fork")
-    mine, its = fork.Pipe(duplex=False)
-    process = fork.Process(target=_child, args=(case, rounds, its))
-    process.start()
-    its.close()
-    result: dict[str, Any] = mine.recv()
-    process.join()
-    return result
-
-
-def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    warm = [ms for run in runs for ms in run["warm_ms"]]
-    return {
-        **{key: runs[0][key] for key in ("kind", "random", "why", "steps")},
-        "warm_ms": _spread(warm),
-        "cold_ms": _spread([run["cold_ms"] for run in runs]),
-        "step_ms": runs[0]["step_ms"],
-    }
-
-
 def _spread(values: Sequence[float]) -> dict[str, float]:
     spread = {"median": median(values), "min": min(values), "max": max(values)}
     return {name: round(value, 2) for name, value in spread.items()}
@@ -157,31 +141,37 @@ def main() -> int:
     """Measure, print the slowest last, and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("classes", nargs="*", help="names as printed; all if none is given")
-    parser.add_argument("--processes", type=int, default=3, help="fresh processes for each class")
-    parser.add_argument("--rounds", type=int, default=3, help="warm rounds in each of them")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--slowest", type=int, default=8, help="how many are tried cold too")
+    parser.add_argument("--processes", type=int, default=3, help="fresh ones for each of them")
+    parser.add_argument("--first", metavar="CLASS", help="print the time of the first attempt")
     parser.add_argument("--out", type=Path, help="write the numbers here, as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
-    rows = {
-        case.name: _row([_in_fresh_process(case, options.rounds) for _ in range(options.processes)])
-        for case in cases(options.classes)
-    }
-    rows = dict(sorted(rows.items(), key=lambda item: item[1]["warm_ms"]["median"]))
+    if options.first:
+        (case,) = cases([options.first])
+        print(_timed(lambda: attempt(case))[0])
+        return 0
+    rows = warm(cases(options.classes), options.rounds)
+    for name in list(rows)[-options.slowest :]:
+        rows[name]["cold_ms"] = cold(name, options.processes)
     for name, row in rows.items():
-        warm, cold = row["warm_ms"], row["cold_ms"]
+        ms, first = row["warm_ms"], row.get("cold_ms")
         print(
-            f"{name:24} {warm['median']:8.1f} ms ({warm['min']:.1f}-{warm['max']:.1f}) warm "
-            f"{cold['median']:8.1f} cold {row['steps']:5} steps of "
-            f"{row['step_ms'] or float('nan'):7.3f} ms  "
-            f"{row['kind']}{' and random' if row['random'] else ''}"
+            f"{name:22} {ms['median']:7.1f} ms ({ms['min']:.1f} to {ms['max']:.1f})"
+            + f"{row['steps']:5} steps"
+            + (f" (one alone {row['step_ms']:.3f} ms)" if row["step_ms"] else "")
+            + (f", cold {first['median']:.1f} ms" if first else "")
+            + f": {row['kind']}"
         )
-    over = [name for name, row in rows.items() if row["warm_ms"]["median"] >= LIMIT_MS]
-    over_cold = [name for name, row in rows.items() if row["cold_ms"]["median"] >= LIMIT_MS]
-    print(f"{len(rows)} classes; at or over {LIMIT_MS} ms: warm {over}, cold {over_cold}")
+    over = [
+        name
+        for name, row in rows.items()
+        if max(row["warm_ms"]["median"], row.get("cold_ms", row["warm_ms"])["median"]) >= LIMIT_MS
+    ]
+    print(f"{len(rows)} classes; {LIMIT_MS} ms or more: {', '.join(over) or 'none'}")
     if options.out:
-        from importlib.metadata import version
-
         result = {
             "question": "milliseconds that trying a class takes, once per class and options",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -189,10 +179,10 @@ def main() -> int:
             "torch": torch.__version__,
             "pytorch_optimizer": version("pytorch_optimizer"),
             "threads": 1,
-            "processes": options.processes,
             "rounds": options.rounds,
+            "processes": options.processes,
             "limit_ms": LIMIT_MS,
-            "over_limit": {"warm": over, "cold": over_cold},
+            "at_or_over_limit": over,
             "classes": rows,
         }
         options.out.parent.mkdir(parents=True, exist_ok=True)
