@@ -96,6 +96,111 @@ class LateTurn(Simple):
         p.sub_(grad / grad.norm() if step > 30 else grad, alpha=group["lr"])
 
 
+class LateClip(Simple):
+    """By element in the first thirty steps, by the norm of all gradients from then on."""
+
+    taken = 0
+
+    def before(self) -> None:
+        self.taken += 1
+        if self.taken > 30 and self.grads:
+            torch._foreach_div_(self.grads, float(torch.nn.utils.get_total_norm(self.grads)))
+
+
+class LateCount(LateClip):
+    """By the number of parameters in the end, which is no number that slices would change."""
+
+    def before(self) -> None:
+        self.taken += 1
+        if self.taken > 30 and self.grads:
+            torch._foreach_div_(self.grads, float(len(self.grads)))
+
+
+class TrustThenClip(LateClip, TrustRatio):
+    """By tensor at first, and nothing of others for ten steps."""
+
+    taken = 20
+
+
+class NormOfSome(Simple):
+    """The norm of all gradients that it takes an interest in."""
+
+    def before(self) -> None:
+        if chosen := [grad for grad in self.grads if self.interesting(grad)]:
+            torch._foreach_div_(chosen, float(torch.nn.utils.get_total_norm(chosen)))
+
+    def interesting(self, grad: torch.Tensor) -> bool:
+        raise NotImplementedError
+
+
+class NormOfLarge(NormOfSome):
+    def interesting(self, grad: torch.Tensor) -> bool:
+        return grad.numel() > 4096
+
+
+class NormOfMedium(NormOfSome):
+    def interesting(self, grad: torch.Tensor) -> bool:
+        return grad.numel() > 500
+
+
+class NormButOfMatrices(NormOfSome):
+    def interesting(self, grad: torch.Tensor) -> bool:
+        return grad.dim() != 2
+
+
+class StartsLate(Simple):
+    """Looks on for ten steps."""
+
+    taken = 0
+
+    def before(self) -> None:
+        self.taken += 1
+        for grad in self.grads if self.taken <= 10 else ():
+            grad.zero_()
+
+
+class TrustsLate(StartsLate, TrustRatio):
+    pass
+
+
+class LeavesSmallOnesOut(Simple):
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if p.numel() >= 300:
+            super().update(p, grad, group)
+
+
+class RefusesSmallOnes(Simple):
+    """Has no use for matrices of fewer than twenty rows or columns."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if p.dim() == 2 and min(p.shape) < 20:
+            raise ValueError("too small")
+        super().update(p, grad, group)
+
+
+class Laborious(TrustRatio):
+    """Calls torch a thousand times in a step."""
+
+    def before(self) -> None:
+        for grad in 1000 * self.grads:
+            grad.abs()
+
+
+class LaboriousClip(Laborious):
+    def before(self) -> None:
+        super().before()
+        if self.grads:
+            torch._foreach_div_(self.grads, float(torch.nn.utils.get_total_norm(self.grads)))
+
+
+class LaboriousCount(Laborious):
+    """Counts in its groups how many gradients there are."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        super().update(p, grad, group)
+        group["updates"] = group.get("updates", 0) + 1
+
+
 class Hoarder(Simple):
     """Keeps who knows what for who knows when."""
 
@@ -150,6 +255,39 @@ class Noisy(Simple):
 class NoisyTrust(TrustRatio):
     def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
         super().update(p, grad.add_(torch.rand_like(grad)), group)
+
+
+class LateNoise(LateClip):
+    def before(self) -> None:
+        self.taken += 1
+        if self.taken > 30:
+            for grad in self.grads:
+                grad.add_(torch.rand_like(grad))
+
+
+def with_noise(grad: torch.Tensor) -> torch.Tensor:
+    return grad + torch.rand_like(grad)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # and still in use
+    scripted_with_noise = torch.jit.script(with_noise)
+
+
+class ScriptedNoise(Simple):
+    """Draws where python does not see it."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        p.sub_(scripted_with_noise(grad), alpha=group["lr"])
+
+
+class NoiseNowAndThen(Simple):
+    """The same function draws at some steps and not at others."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        steps = self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+        noise = torch.nn.functional.dropout(torch.ones_like(p), 0.5, training=steps % 3 == 0)
+        p.sub_(grad * noise, alpha=group["lr"])
 
 
 class NoisyCoupled(GlobalClip):
@@ -233,6 +371,19 @@ EXPECTED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
     (SmallInOtherWays, {}, "per tensor"),
     (InBlocks, {}, "per tensor"),
     (LateTurn, {}, "per tensor"),
+    (LateClip, {}, "coupled"),
+    (LateCount, {}, "coupled"),
+    (TrustThenClip, {}, "coupled"),
+    (NormOfLarge, {}, "coupled"),
+    (NormOfMedium, {}, "coupled"),
+    (NormButOfMatrices, {}, "coupled"),
+    (StartsLate, {}, "element-wise"),
+    (TrustsLate, {}, "per tensor"),
+    (LeavesSmallOnesOut, {}, "per tensor"),
+    (RefusesSmallOnes, {}, "element-wise"),
+    (Laborious, {}, "per tensor"),
+    (LaboriousClip, {}, "coupled"),
+    (LaboriousCount, {}, "coupled"),
     (Hoarder, {}, "per tensor"),
     (MatricesOnly, {}, "per tensor"),
     (GroupDecides, {"normalise": True}, "per tensor"),
@@ -248,6 +399,9 @@ EXPECTED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
     (optim.LBFGS, {}, "coupled"),
     (optim.LBFGS, {"max_iter": 1}, "coupled"),
     (Noisy, {}, "element-wise and random"),
+    (LateNoise, {}, "element-wise and random"),
+    (ScriptedNoise, {}, "element-wise and random"),
+    (NoiseNowAndThen, {}, "element-wise and random"),
     (NoisyTrust, {}, "per tensor and random"),
     (NoisyCoupled, {}, "coupled and random"),
     (TwoPhases, {}, "untried"),
@@ -286,6 +440,23 @@ def test_options_that_only_other_devices_have_are_left_out() -> None:
     verdict = probe(optim.Adam, {"capturable": True}, {})
     assert verdict.kind == "element-wise"
     assert "tried without capturable" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("cls", "most"), [(Momentum, 260), (TrustRatio, 80), (GlobalClip, 5), (Laborious, 30)]
+)
+def test_few_steps_are_taken(cls: type[Optimizer], most: int) -> None:
+    """What it costs is counted in steps; benchmarks/probe.py takes the time."""
+    taken = 0
+
+    class Counted(cls):  # type: ignore[valid-type, misc]
+        def step(self, closure: Any = None) -> Any:
+            nonlocal taken
+            taken += 1
+            return super().step(closure)
+
+    assert probe(Counted, {}, {}).kind == probe(cls, {}, {}).kind
+    assert 0 < taken <= most
 
 
 # ------------------------------------------------------------------------------------ no trace

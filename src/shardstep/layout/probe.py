@@ -11,10 +11,14 @@ hold them. What comes out is compared to the bit: parameters, state, and what is
   is beyond that, is found out with the random numbers replaced by constants.
 - It cannot be run on what we have for it: it stays *untried*.
 
-Two matrices take many steps, then some tensors of other sizes and dimensions take a few. Classes
-may treat large tensors otherwise: the last are large, and beyond every number among the options
-that may be the size where that begins. Gradients differ in scale from tensor to tensor and from
-step to step; one is missing once, and a closure is passed now and then.
+Two small matrices take a step or two, which shows most differences; then two larger ones take many
+steps, and some tensors of other sizes and dimensions a few. Classes may treat large tensors
+otherwise: the last are large, and beyond every number among the options that may be the size where
+that begins. Gradients differ in scale from tensor to tensor and from step to step; one is missing
+once, and a closure is passed now and then.
+
+It is to take less than 100 ms (benchmarks/probe.py). So nobody takes a step that cannot change the
+verdict (`race`), and a class whose steps take long is left at small tensors and few steps.
 """
 
 from __future__ import annotations
@@ -23,42 +27,41 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from shardstep.layout.same import fits, same, same_bits
+from shardstep.layout.constants import constants_everywhere, quick_constants
+from shardstep.layout.race import HEAD, DrawsRandomNumbers, Race
 from shardstep.layout.trial import (
     LARGE,
     OTHERS,
+    SMALL,
+    SMALL_OTHERS,
     NotTried,
-    Part,
-    Run,
     SeveralEvaluations,
+    Shapes,
     Trial,
-    entire,
-    start,
     trials,
 )
 from shardstep.layout.unseen import unseen
-from shardstep.plan import ALIGNMENT, Interval, Layout
+from shardstep.plan import Layout
 
 Kind = Literal["element-wise", "per tensor", "coupled", "untried"]
 
 STEPS = 40
 """How many steps a class has to be element-wise for: some begin with something else late."""
 
-DECIDED = 12
-"""After so many steps, a class that has not been element-wise is tried no further."""
-
 OTHER_STEPS = 7
 """How many steps the other shapes take."""
 
-SLICES = 2
+GLANCE = 2
+"""How many steps show whether slices differ, for nearly all classes."""
+
+FEWEST = 3
+"""How many steps a class is tried for if these take long: gradients have been of all sizes then,
+and a closure has been passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +159,13 @@ def _judge(trial: Trial) -> Verdict:
     try:
         try:
             return _compare(trial)
-        except _DrawsRandomNumbers:
-            constants: Any = _Constants
-            with constants():
-                return replace(_compare(trial, watch=False), random=True)
+        except DrawsRandomNumbers:
+            for constants in (quick_constants, constants_everywhere):
+                with constants():
+                    verdict = _compare(trial, watch=False)
+                if verdict.kind != "coupled":
+                    break
+            return replace(verdict, random=True)
     except SeveralEvaluations:
         why = (
             "a step evaluates its closure more than once, and between two evaluations a rank has "
@@ -169,202 +175,74 @@ def _judge(trial: Trial) -> Verdict:
 
 
 def _compare(trial: Trial, watch: bool = True) -> Verdict:
-    race = _Race(trial, watch)
-    found = race.go(STEPS)
-    if not race.moved:
-        raise NotTried(RuntimeError(f"no parameter changed in {STEPS} steps"), made=True)
+    glance = _glance(trial, watch)
+    unlike = glance.unlike if glance else None
+    if glance and (glance.coupled is not None or (unlike is not None and glance.long)):
+        race, brief = glance, True
+        race.go(FEWEST)
+    else:
+        race, brief = Race(trial, watch, unlike), False
+        if not race.set_off(STEPS):
+            raise NotTried(RuntimeError(f"no parameter changed in {STEPS} steps"), made=True)
+        race.go(HEAD)
+    coupled = race.coupled
+    if coupled is None:
+        coupled = _try_others(race, trial, watch, brief)
+    if coupled is None and not brief:
+        race.go(STEPS)
+        coupled = race.coupled
     loose = bool(race.together.loose)
-    if found.coupled is None and not trial.sparse:
-        with contextlib.suppress(NotTried):  # what does not take these shapes is not asked to
-            found = found.beside(_Race(replace(trial, shapes=OTHERS), watch).go(OTHER_STEPS))
-    for shapes in (LARGE, *trial.beyond_sizes):
-        if found.coupled is None and found.sliced_unlike is None:
-            # If this does not run here, on another device it may, and may not be element-wise.
-            found = _Race(replace(trial, shapes=shapes), watch).go(OTHER_STEPS)
-    return found.verdict(trial, loose)
+    if coupled is not None:
+        why = f"with each tensor in an optimizer of its own, {coupled}"
+        return Verdict("coupled", why, loose=loose)
+    if trial.sparse:
+        why = "a sparse gradient cannot be cut into slices"
+        return Verdict("per tensor", why, loose=loose)
+    if race.unlike is not None:
+        why = f"with tensors cut into slices, {race.unlike}"
+        return Verdict("per tensor", why, loose=loose)
+    why = f"slices came to the same bits as whole tensors in {STEPS} steps"
+    return Verdict("element-wise", why, loose=loose)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """How tensors apart, and slices, differed from tensors together; None if they did not."""
-
-    coupled: str | None
-    sliced_unlike: str | None
-
-    def beside(self, other: _Found) -> _Found:
-        """What was found on these tensors or on those."""
-        return _Found(self.coupled or other.coupled, self.sliced_unlike or other.sliced_unlike)
-
-    def verdict(self, trial: Trial, loose: bool) -> Verdict:
-        if self.coupled is not None:
-            why = f"with each tensor in an optimizer of its own, {self.coupled}"
-            return Verdict("coupled", why, loose=loose)
-        if trial.sparse:
-            why = "a sparse gradient cannot be cut into slices"
-            return Verdict("per tensor", why, loose=loose)
-        if self.sliced_unlike is not None:
-            why = f"with tensors cut into slices, {self.sliced_unlike}"
-            return Verdict("per tensor", why, loose=loose)
-        why = f"slices came to the same bits as whole tensors in {STEPS} steps"
-        return Verdict("element-wise", why, loose=loose)
+def _glance(trial: Trial, watch: bool) -> Race | None:
+    """Run the class on small matrices for a step or two; None if nothing comes of that."""
+    with contextlib.suppress(NotTried):
+        race = Race(replace(trial, shapes=SMALL), watch)
+        if race.set_off(GLANCE):
+            race.go(GLANCE)
+            return race
+    return None
 
 
-class _DrawsRandomNumbers(Exception):
-    """The class has drawn from a source that ranks do not share."""
+def _try_others(race: Race, trial: Trial, watch: bool, brief: bool) -> str | None:
+    """Run the class on other shapes for a few steps.
 
-
-class _Race:
-    """Tensors together, apart and in slices, step by step.
+    Whether slices have come to something else is noted in `race`, which need not go on for long
+    then.
 
     Args:
+        race: the one on matrices.
         trial: how the class is run.
         watch: whether to find out if random numbers are drawn.
+        brief: whether steps take long, so that few have to do.
 
-    Attributes:
-        together: the optimizer over all tensors.
-        moved: whether any parameter has changed.
+    Returns:
+        How tensors apart differed from tensors together; None if they did not.
     """
 
-    def __init__(self, trial: Trial, watch: bool) -> None:
-        self._trial = trial
-        self._watch = watch
-        self.together = Run(trial, entire(trial.shapes), seeded=True)
-        self.moved = False
+    def run(shapes: Shapes) -> str | None:
+        other = Race(replace(trial, shapes=shapes), watch, race.unlike)
+        other.go(FEWEST if brief else OTHER_STEPS)
+        race.unlike = other.unlike
+        return other.coupled
 
-    def go(self, steps: int) -> _Found:
-        """Run until it is known what the class looks at.
-
-        Raises:
-            NotTried: if it does not run even with tensors together.
-            _DrawsRandomNumbers: if it does.
-        """
-        trial, seeded = self._trial, not self._watch
-        apart: list[Run] = []
-        slices: list[Run] = []
-        held = _cut(self._trial.shapes)
-        coupled = unlike = None
-        # What a class raises here it has not raised for tensors together.
-        try:
-            apart = [Run(trial, [part], seeded) for part in entire(trial.shapes)]
-        except NotTried as failure:
-            coupled = _raised(failure)
-        try:
-            slices = [] if trial.sparse else [Run(trial, parts, seeded) for parts in held]
-        except NotTried as failure:
-            unlike = _raised(failure)
-        for step in range(1, steps + 1):
-            if self.together.advance() and self._watch:
-                raise _DrawsRandomNumbers
-            self._look()
-            if coupled is None:
-                coupled = self._follow(step, apart)
-            if coupled is not None:
-                break
-            if unlike is None and slices:
-                unlike = self._follow_slices(step, slices, held)
-            if (unlike is not None or not slices) and step >= DECIDED:
-                break
-        if coupled is None:
-            coupled = self._compare_rest(apart)
-        if unlike is None and slices:
-            unlike = self._compare_states(slices, held) or self._compare_groups(slices)
-        return _Found(coupled, unlike)
-
-    def _look(self) -> None:
-        if not self.moved:
-            starts = [start(self._trial, n) for n in range(len(self._trial.shapes))]
-            ends = [param.detach().cpu() for param in self.together.params]
-            self.moved = not all(map(same_bits, starts, ends))
-
-    def _follow(self, step: int, apart: Sequence[Run]) -> str | None:
-        for number, run in enumerate(apart):
-            try:
-                run.advance()
-            except NotTried as failure:
-                return _raised(failure)
-            if not same_bits(self.together.params[number], run.params[0]):
-                return f"a parameter differed after step {step}"
-        return None
-
-    def _compare_rest(self, apart: Sequence[Run]) -> str | None:
-        for number, run in enumerate(apart):
-            if not same(self.together.state(number), run.state(0)):
-                return "the state differed"
-        return self._compare_groups(apart)
-
-    def _compare_groups(self, runs: Sequence[Run]) -> str | None:
-        """Every rank has all groups, and has to keep the same in them."""
-        if any(not same(self.together.groups, run.groups) for run in runs):
-            return "what it keeps in its groups differed"
-        if any(not same(self.together.loose, run.loose) for run in runs):
-            return "state that belongs to no parameter differed"
-        return None
-
-    def _follow_slices(
-        self, step: int, slices: Sequence[Run], held: Sequence[Sequence[Part]]
-    ) -> str | None:
-        for run in slices:
-            try:
-                run.advance()
-            except NotTried as failure:
-                return _raised(failure)
-        for number, whole in enumerate(self.together.params):
-            pieces = [run.params[position] for run, position in _pieces(number, slices, held)]
-            joined = torch.cat([piece.reshape(-1) for piece in pieces])
-            if not same_bits(joined, whole.reshape(-1)):
-                return f"a parameter differed after step {step}"
-        return None
-
-    def _compare_states(self, slices: Sequence[Run], held: Sequence[Sequence[Part]]) -> str | None:
-        for number, shape in enumerate(self._trial.shapes):
-            pieces = _pieces(number, slices, held)
-            states = [run.state(position) for run, position in pieces]
-            shapes = [tuple(run.params[position].shape) for run, position in pieces]
-            if not fits(self.together.state(number), states, shape, shapes):
-                return "the state differed"
-        return None
-
-
-def _raised(failure: NotTried) -> str:
-    return f"it raised {type(failure.error).__name__}: {failure.error}"
-
-
-def _cut(shapes: Sequence[tuple[int, ...]]) -> list[list[Part]]:
-    """The slices that each of a few ranks would hold."""
-    held: list[list[Part]] = [[] for _ in range(SLICES)]
-    for number, shape in enumerate(shapes):
-        numel = torch.Size(shape).numel()
-        units = -(-numel // ALIGNMENT)
-        # At odd units: nothing that works in larger blocks is to be cut between two of them.
-        cuts = [0, *(units * cut // SLICES | 1 for cut in range(1, SLICES)), units]
-        bounds = [min(numel, ALIGNMENT * cut) for cut in cuts]
-        for rank, (first, last) in enumerate(pairwise(bounds)):
-            if first < last:
-                held[rank].append((number, Interval(first, last)))
-    return held
-
-
-def _pieces(
-    number: int, slices: Sequence[Run], held: Sequence[Sequence[Part]]
-) -> list[tuple[Run, int]]:
-    """Who has a slice of a tensor, and where."""
-    return [
-        (run, position)
-        for run, parts in zip(slices, held, strict=True)
-        for position, (tensor, _) in enumerate(parts)
-        if tensor == number
-    ]
-
-
-class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While this lasts, torch's random numbers are constants: what is left is how they are used."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, torch.Tensor):
-                    tensor.fill_(0.25 if tensor.is_floating_point() else 0)
-        return out
+    coupled = None
+    if not trial.sparse:
+        with contextlib.suppress(NotTried):  # what does not take these shapes is not asked to
+            coupled = run(SMALL_OTHERS if brief else OTHERS)
+    for shapes in (LARGE, *trial.beyond_sizes):
+        if coupled is None and race.unlike is None:
+            # If this does not run here, on another device it may, and may not be element-wise.
+            coupled = run(shapes)
+    return coupled

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from shardstep.buffers import flat
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Numbers of as many bits, which are equal where the bits are."""
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -16,9 +17,13 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if not (is_plain(one) and is_plain(other)):
         return type(one) is type(other) and same(_inner(one), _inner(other))
-    # As it lies: a single element counts as contiguous whatever its stride, and has no bytes then.
-    raw = [flat(tensor.contiguous()).view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*raw)
+    if one.is_complex():
+        one, other = (
+            torch.view_as_real(one.resolve_conj()),
+            torch.view_as_real(other.resolve_conj()),
+        )
+    integer = _INTEGERS[one.element_size()]
+    return torch.equal(one.detach().view(integer), other.detach().view(integer))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
