@@ -33,10 +33,12 @@ import torch
 
 from optimizer_table import OPTIONS, WITHOUT, classes
 from shardstep.layout.probe import Verdict, probe
-from shardstep.layout.trial import MATRICES, Run
+from shardstep.layout.trial import MATRICES, Run, sizes_among
 from shardstep.layout.unseen import unseen
 
 LIMIT_MS = 100
+LARGEST = 10**8
+"""Elements of the largest parameter: numbers among the options may be sizes up to this."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ def cases(only: Sequence[str]) -> list[Case]:
 
 def attempt(case: Case) -> Verdict:
     """What is timed."""
-    return probe(case.optimizer_class, copy.deepcopy(case.options), case.group_options)
+    options, group_options = copy.deepcopy(case.options), case.group_options
+    sizes = sizes_among(case.optimizer_class, options, group_options, LARGEST)
+    return probe(case.optimizer_class, options, group_options, sizes=sizes)
 
 
 def warm(found: Sequence[Case], rounds: int) -> dict[str, dict[str, Any]]:
