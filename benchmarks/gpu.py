@@ -140,8 +140,8 @@ def _iteration(wrap: Callable[[nn.Module], tuple[nn.Module, Any]]) -> Callable[[
     def make() -> Step:
         torch.manual_seed(0)
         with torch.device("cuda"):
-            model = GPT(GPT_836M)
-        model, optimizer = wrap(model)
+            made = GPT(GPT_836M)
+        model, optimizer = wrap(made)
         tokens = torch.randint(GPT_836M.vocab_size, (8, 513), device="cuda")
 
         def step() -> None:

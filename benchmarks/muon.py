@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 
+from shardstep import MixedPrecision
 from shardstep.demo.gpt import GPT, GPT_17M
 from shardstep.describe import describe, parameters
 from shardstep.layout.choose import Layouts
+from shardstep.masters import Masters
 from shardstep.mixture import Mixture
 from shardstep.plan import ShardPlan
 from shardstep.shard import Shard
@@ -50,8 +52,10 @@ def _of_rank(rank: int, ranks: int) -> Mixture:
     """The local optimizer of one rank, with gradients for its pieces."""
     torch.manual_seed(0)
     groups = _groups(GPT(GPT_17M))
-    specs = Layouts("auto", torch.optim.AdamW, ADAMW, ranks).apply(groups, describe(groups))
-    shard = Shard(ShardPlan.make(specs, ranks), parameters(groups), rank, apart=True)
+    layouts = Layouts("auto", torch.optim.AdamW, ADAMW, ranks, MixedPrecision().step_dtype)
+    specs = layouts.apply(groups, describe(groups))
+    plan = ShardPlan.make(specs, ranks)
+    shard = Shard(plan, parameters(groups), rank, True, lambda _, params: Masters([], params, {}))
     start = 0
     for group in groups:
         numbers = range(start, start + len(group["params"]))

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.comm import Comm, Pending, SoloComm
+from shardstep.comm import Pending, SoloComm
 
 
 class _Instant(SoloComm):
@@ -42,7 +42,7 @@ class _Instant(SoloComm):
     ) -> Pending:
         return super().reduce_scatter(buffer[: out.numel()], cuts, out)
 
-    def again(self) -> Comm:  # type: ignore[override]
+    def again(self, backend: str | None = None) -> SoloComm:
         return _Instant()
 
 

@@ -122,7 +122,7 @@ def _run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train one model on ranks of its own."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, name, seed, options)
-        multiprocessing.spawn(_rank_main, arguments, nprocs=WORLD_SIZE)  # type: ignore[no-untyped-call]
+        multiprocessing.spawn(_rank_main, arguments, nprocs=WORLD_SIZE)
         run: dict[str, Any] = json.loads(Path(folder, "run.json").read_text())
         return run
 

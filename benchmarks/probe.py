@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -76,7 +77,7 @@ def attempt(case: Case) -> Verdict:
 def warm(found: Sequence[Case], rounds: int) -> dict[str, dict[str, Any]]:
     """One row per class, the slowest last."""
     times: dict[str, list[float]] = {case.name: [] for case in found}
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for case in found:
         with _counted() as steps:
             verdict = attempt(case)
@@ -84,7 +85,7 @@ def warm(found: Sequence[Case], rounds: int) -> dict[str, dict[str, Any]]:
         rows[case.name] = {"kind": kind, "why": verdict.why, "steps": steps[0]}
     for _ in range(rounds):
         for case in found:
-            times[case.name].append(_timed(lambda case=case: attempt(case))[0])
+            times[case.name].append(_timed(partial(attempt, case))[0])
     for case in found:
         rows[case.name] |= {"warm_ms": _spread(times[case.name]), "step_ms": _step_ms(case)}
     return dict(sorted(rows.items(), key=lambda item: item[1]["warm_ms"]["median"]))
