@@ -159,21 +159,29 @@ def judge(case: Case, dtype: torch.dtype, device: str, folder: str) -> tuple[str
     params, plain = parameters(dtype, device), parameters(dtype, device)
     once, twice = clones(plain), clones(plain)
     raised = None
+    results: list[Any] = []
     try:
         for each in (once, twice):
-            train(cls(groups(each), **options), each, range(MELTED.stop))
+            alone = cls(groups(each), **options)
+            train(alone, each, range(MELTED.stop))
+            results.append((list(each), raw_state(alone, each)))
     except Exception as error:
         raised = f"{type(error).__name__}: {_first_line(error)}"
     if raised := _of_any(raised):
         return "", "does not run", raised
-    unlike = _of_any(first_difference(list(once), list(twice)))
+    unlike = "two unsharded runs differ" if first_difference(*results) else None
+    others: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(others, [param.detach().cpu() for param in once])
+    if unlike is None and first_difference(others[0], others[-1]):
+        unlike = "unsharded runs on two ranks differ"
+    unlike = _of_any(unlike)
     try:
         opt = sharded(params)
     except Exception as error:
         return "", "refused", " ".join(str(error).split()) or type(error).__name__
     layout = opt.plan.layout
     if unlike:
-        return layout, "not reproducible", "two unsharded runs differ, so nothing can be compared"
+        return layout, "not reproducible", f"{unlike}, so nothing can be compared"
     unsharded = cls(groups(plain), **options)
     for steps, trains in ((FIRST, True), (FROZEN, False), (MELTED, True)):
         plain[1].requires_grad_(trains)

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -673,3 +674,20 @@ def _inside_another(folder: Path) -> list[Any]:
 
 def test_it_can_be_part_of_something_else(tmp_path: Path) -> None:
     assert run_ranks(_inside_another, 2, tmp_path) == [[7], [7]]
+
+
+def test_a_counter_that_is_not_there_yet_is_expected_where_a_step_makes_it() -> None:
+    """On the CPU, whatever device the parameters are on; here on one without data."""
+
+    def elsewhere(piece: torch.Tensor) -> torch.Tensor:
+        param = torch.nn.Parameter(torch.empty_like(piece, device="meta"))
+        param.grad = torch.zeros_like(param)
+        return param
+
+    opt = ZeroRedundancyOptimizer(
+        [torch.nn.Parameter(torch.ones(4, 4))], torch.optim.AdamW, foreach=False
+    )
+    with mock.patch("shardstep.local._copy", elsewhere):
+        states, _ = opt._local.rehearse([0])
+    devices = {key: value.device.type for key, value in states[0].items()}
+    assert devices == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}

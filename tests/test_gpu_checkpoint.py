@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ranks import run_ranks
@@ -42,17 +43,23 @@ def _make(device: str, **options: Any) -> tuple[nn.Module, ZeroRedundancyOptimiz
 
 
 def _goes_on(folder: str, fused: bool) -> list[str]:
-    """Save there and then and in the background, train on from either."""
+    """Save there and then, in the background and by torch's own module; train on from each."""
     failures = []
     model, opt = _make("cuda", fused=fused)
     _train(model, opt, range(3), "cuda")
     ckpt.save(Path(folder) / "sync", opt, model)
+    dcp.save({"opt": opt, "model": model.state_dict()}, checkpoint_id=Path(folder) / "dcp")
     pending = ckpt.async_save(Path(folder) / "async", opt, model)
     _train(model, opt, range(3, 6), "cuda")
     pending.wait()
-    for name in ("sync", "async"):
+    for name in ("sync", "async", "dcp"):
         again, loaded = _make("cuda", fused=fused)
-        ckpt.load(Path(folder) / name, loaded, again)
+        if name == "dcp":
+            values = again.state_dict()
+            dcp.load({"opt": loaded, "model": values}, checkpoint_id=Path(folder) / name)
+            again.load_state_dict(values)
+        else:
+            ckpt.load(Path(folder) / name, loaded, again)
         for state in loaded.optim.state.values():
             if state["exp_avg"].device.type != "cuda":
                 failures.append(f"{name}: moments on {state['exp_avg'].device}")

@@ -134,7 +134,8 @@ class LocalOptimizer:
         with contextlib.ExitStack() as stack:
             for part in parts:
                 for device in sorted(devices, key=str):
-                    stack.enter_context(unseen(type(part), device))
+                    # A counter that lies on the CPU is to be told from one on the device.
+                    stack.enter_context(unseen(type(part), device, by_default=False))
             yield
 
     def loose_state(self) -> dict[Any, Any]:

@@ -24,13 +24,15 @@ _OWN = frozenset({object, Optimizer})
 
 
 @contextlib.contextmanager
-def unseen(optimizer_class: Any, device: torch.device) -> Iterator[None]:
+def unseen(optimizer_class: Any, device: torch.device, by_default: bool = True) -> Iterator[None]:
     """While this lasts, what is done with `optimizer_class` leaves no trace.
 
     Args:
         optimizer_class: a class, or a `functools.partial` of one; of what another callable makes
             the class cannot be known beforehand, and what it keeps on itself is not put back.
         device: the device that is used, whose random state is put back too.
+        by_default: whether tensors are made there unless told otherwise; if not, they are made
+            where they are now, as in the user's own steps.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_random_states(device))
@@ -41,10 +43,11 @@ def unseen(optimizer_class: Any, device: torch.device) -> Iterator[None]:
         ):
             stack.enter_context(_emptied(hooks))
         stack.enter_context(_silence())
-        # The caller may be anywhere: under no_grad, under a default device, in a compiled step.
+        # The caller may be anywhere: under no_grad, in a compiled step.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        if torch.get_default_device() != device:  # it slows down whatever is done within
+        # Not needlessly: it slows down whatever is done within.
+        if by_default and torch.get_default_device() != device:
             stack.enter_context(torch.device(device))
         # A step that is compiled for our few elements would cost seconds and be of no use again.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
