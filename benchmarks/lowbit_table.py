@@ -119,7 +119,8 @@ def train(opt: Any, params: list[torch.nn.Parameter], steps: range) -> None:
 
 def raw_state(opt: Any, params: list[torch.nn.Parameter]) -> dict[int, Any]:
     """State as the class keeps it: one of these gives it out in another form."""
-    return {number: opt.state[param] for number, param in enumerate(params) if param in opt.state}
+    state = getattr(opt, "state", {})  # one that hands its parameters on has none
+    return {number: state[param] for number, param in enumerate(params) if param in state}
 
 
 def clones(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
