@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from problems import same_bits
@@ -191,7 +194,6 @@ def launch_and_leave() -> bool:
     own = slice(edges[comm.group_rank], edges[comm.group_rank + 1])
     buffer[own] = expected[own]
     pending = comm.all_gather(buffer, edges)
-    comm.push()
     if comm.group_rank != 3:
         pending.wait()
     dist.barrier()
@@ -320,6 +322,172 @@ def step_and_leave() -> bool:
 
 def test_a_rank_that_does_not_use_its_parameters_keeps_nobody_waiting() -> None:
     assert run_ranks(step_and_leave, 5, timeout=30.0) == [True] * 5
+
+
+def step_before_another() -> bool:
+    """Rank 1 waits, between its backward and its step, for rank 0 to have taken its own."""
+    torch.manual_seed(0)
+    model = Lookup(torch.float32)
+    opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adafactor, module=model)
+    message = torch.zeros(1)
+    for _ in range(3):
+        model(torch.arange(64)).sum().backward()
+        if dist.get_rank() == 1:
+            dist.recv(message, 0)
+        opt.step()
+        if dist.get_rank() == 0:
+            dist.send(message, 1)
+        opt.zero_grad()
+    return bool(model(torch.arange(64)).isfinite().all())
+
+
+def test_a_rank_may_wait_for_anothers_step_before_its_own() -> None:
+    assert run_ranks(step_before_another, 5, timeout=30.0) == [True] * 5
+
+
+def run_out_of_data(layout: str) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Linear(512, 256)
+    opt = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, module=model, layout=layout, lr=0.1
+    )
+    relayed = [relay(bucket.cuts) is not None for bucket in opt.plan.buckets]
+    assert any(relayed) == (layout == "whole")
+    with Join([opt]):
+        for step in range(4 if dist.get_rank() == 0 else 2):
+            torch.manual_seed(100 * step + dist.get_rank())
+            model(torch.randn(2, 512)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    return model.weight.detach().clone()
+
+
+def test_ranks_without_data_take_part_in_relayed_exchanges() -> None:
+    whole, sliced = (
+        run_ranks(run_out_of_data, 5, layout, timeout=40.0) for layout in ("whole", "sliced")
+    )
+    assert all(same_bits(one, other) for one, other in zip(whole, sliced, strict=True))
+
+
+class Agreed(torch.autograd.Function):
+    """A collective in backward, as tensor parallelism and SyncBatchNorm have them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad / dist.get_world_size()
+
+
+class InBetween(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *rest = self.layers
+        return nn.Sequential(*rest)(Agreed.apply(first(x)))  # type: ignore[no-any-return]
+
+
+def late_on_all_but_one(state: Any, bucket: Any) -> Any:
+    future = allreduce_hook(state, bucket)
+    if dist.get_rank() == 0:
+        time.sleep(0.1)  # here it is reduced by the time it is asked for
+    return future
+
+
+def collect_in_backward() -> bool:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(InBetween(), bucket_cap_mb=0.2)
+    opt = ZeroRedundancyOptimizer(
+        ddp.parameters(),
+        torch.optim.SGD,
+        layout="whole",
+        overlap_with_ddp=True,
+        bucket_bytes=256 * 256 * 4,
+        lr=0.1,
+    )
+    assert all(relay(bucket.cuts) is not None for bucket in opt.plan.buckets)
+    hook = hook_with_zero_step_interleaved(late_on_all_but_one, ddp, opt)
+    ddp.register_comm_hook(None, hook)
+    for _ in range(4):
+        ddp(torch.randn(2, 256)).square().mean().backward()
+    return all(bool(param.isfinite().all()) for param in ddp.parameters())
+
+
+def test_collectives_in_backward_do_not_wait_for_relayed_gathers() -> None:
+    assert run_ranks(collect_in_backward, 5, timeout=40.0) == [True] * 5
+
+
+def leave_at_once() -> None:
+    torch.manual_seed(0)
+    model = Lookup(torch.float32)
+    opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adafactor, module=model)
+    model(torch.arange(64)).sum().backward()
+    opt.step()
+
+
+def test_a_program_may_end_with_gathers_under_way() -> None:
+    run_ranks(leave_at_once, 5, timeout=30.0)
+
+
+def read_meanwhile() -> list[float]:
+    """What another thread reads while the owner's message to one rank is late."""
+    torch.manual_seed(0)
+    model = nn.Linear(512, 256)
+    opt = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, module=model, layout="whole", lr=0.1
+    )
+    (bucket,) = opt.plan.training_buckets
+    owner = max(range(5), key=lambda rank: bucket.segment(rank).numel)
+    late = (owner + 1) % 5
+    model(torch.ones(2, 512)).square().mean().backward()
+    opt.clip_grad_norm_(1e9)
+    isend, read = dist.isend, []
+
+    def slow(data: Tensor, **options: Any) -> Any:
+        if options["group_dst"] == late:
+            return Late(lambda: isend(data, **options))
+        return isend(data, **options)
+
+    def peek() -> None:
+        time.sleep(0.2)
+        read.append(float(model.weight.detach().double().sum()))
+
+    with mock.patch.object(dist, "isend", slow if dist.get_rank() == owner else isend):
+        opt.step()
+        thread = threading.Thread(target=peek)
+        thread.start()
+        read.append(float(model.weight.detach().double().sum()))
+        thread.join()
+    return read
+
+
+class Late:
+    """A message that is sent half a second later."""
+
+    def __init__(self, send: Callable[[], Any]) -> None:
+        self._send = send
+        self._work: Any = None
+        self._thread = threading.Thread(target=self._go)
+        self._thread.start()
+
+    def _go(self) -> None:
+        time.sleep(0.5)
+        self._work = self._send()
+
+    def wait(self) -> None:
+        self._thread.join()
+        self._work.wait()
+
+
+def test_threads_that_read_what_is_late_read_the_same() -> None:
+    seen = run_ranks(read_meanwhile, 5, timeout=40.0)
+    assert len({value for read in seen for value in read}) == 1
 
 
 def say_what_is_sent() -> tuple[int, int]:

@@ -189,8 +189,6 @@ class GatherAhead:
                     param._shardstep_flight = (self, number)  # type: ignore[attr-defined]
         if error is not None:
             raise error
-        # A rank may be long in coming to use these; the others are not to wait for that.
-        self._comm.push()
         if not self._ahead:
             self.land()
 

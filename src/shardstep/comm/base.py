@@ -38,17 +38,20 @@ class Comm(Protocol):
     """What the rest of the library asks of communication.
 
     Every method is called on every rank of the group, in the same order, except `send` and
-    `receive`, which are called on the two ranks concerned.
+    `receive`, which are called on the two ranks concerned. What was launched goes on by itself: a
+    rank that waits for its result needs the others to have launched it, and nothing else of them.
 
     Attributes:
         group_rank: this rank within the group.
         world_size: number of ranks in the group.
         ledger: what this rank has sent so far.
+        relaying: whether segments of different lengths are relayed where that is less.
     """
 
     group_rank: int
     world_size: int
     ledger: Ledger
+    relaying: bool
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -68,13 +71,6 @@ class Comm(Protocol):
         Called on every rank. `buffer` is left in an unspecified state. What travels has its dtype;
         if `out` has a wider one, the exchange way adds up in that, and the collective way in the
         dtype that travels.
-        """
-
-    def push(self) -> None:
-        """Have all that was launched go on by itself, whether or not anybody waits for it.
-
-        Called on every rank. An operation that takes two rounds begins the second when somebody
-        waits for it; a rank that does not, for now, would keep the others waiting.
         """
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -112,6 +108,7 @@ class SoloComm:
         self.group_rank = 0
         self.world_size = 1
         self.ledger = Ledger()
+        self.relaying = False
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
         """Nothing to fetch."""
@@ -126,9 +123,6 @@ class SoloComm:
         if out is not buffer:
             out.copy_(buffer)
         return Done()
-
-    def push(self) -> None:
-        """Nothing is on its way."""
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Its own payload."""

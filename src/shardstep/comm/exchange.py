@@ -3,7 +3,9 @@
 All messages of a round are in flight at once. Gloo's own reduce-scatter sends as much as an
 all-reduce; here each rank adds up the contributions to its segment itself, in rank order, so that
 the sum is the same from run to run. Where somebody has much more than the others an exchange goes
-in two rounds, as `plan/relay.py` says, and comes to the same bits.
+in two rounds, as `plan/relay.py` says, and comes to the same bits. The second begins in a thread of
+ours (`background.py`), whatever the caller does meanwhile: he may be waiting for a rank that waits
+for this one.
 
 Note [A connection for each direction]
 
@@ -19,7 +21,6 @@ lower ranks in the other, and each socket carries data one way and only such not
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardstep.comm.background import Background
 from shardstep.comm.base import Ledger, Pending
 from shardstep.comm.pending import Then, Works, naming
 from shardstep.plan import Relay, gather_numel_sent, reduce_numel_sent, relay
@@ -50,7 +52,7 @@ class Exchange:
         self._rank = dist.get_rank(upwards)
         self._size = dist.get_world_size(upwards)
         self._tag = 0
-        self._halfway: deque[_Exchanged] = deque()
+        self._background = Background()
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
         """Fill `buffer` with every rank's segment. Called on every rank."""
@@ -62,7 +64,7 @@ class Exchange:
             return self._relay_gather(name, buffer, route)
         segments = [buffer[start:stop] for start, stop in pairwise(cuts)]
         own = [segments[self._rank]] * self._size
-        return self._launched(name, self._round(self._tags(1)[0], own, segments))
+        return Works(name, self._round(self._tags(1)[0], own, segments))
 
     def _relay_gather(self, name: str, buffer: torch.Tensor, route: Relay) -> Pending:
         rank, ranks = self._rank, range(self._size)
@@ -80,7 +82,7 @@ class Exchange:
                 [buffer[route.to_all(other, rank).slice] for other in ranks],
             )
 
-        return self._launched(name, first, second)
+        return self._in_two_rounds(name, first, second)
 
     def reduce_scatter(
         self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
@@ -96,7 +98,7 @@ class Exchange:
         segments = [buffer[start:stop] for start, stop in pairwise(cuts)]
         parts = self._room_for_parts(segments[self._rank])
         works = self._round(self._tags(1)[0], segments, parts)
-        return Then(self._launched(name, works), lambda: _add_up(parts, out))
+        return Then(Works(name, works), lambda: _add_up(parts, out))
 
     def _relay_reduction(
         self, name: str, buffer: torch.Tensor, route: Relay, out: torch.Tensor
@@ -122,32 +124,31 @@ class Exchange:
             incoming[rank].copy_(outgoing[rank])
             return self._round(tags[1], outgoing, incoming)
 
-        return self._launched(name, first, second)
+        return self._in_two_rounds(name, first, second)
 
     def _room_for_parts(self, own: torch.Tensor) -> list[torch.Tensor]:
         """This rank's contribution to what it adds up, and room for those of the others."""
         ranks = range(self._size)
         return [own if source == self._rank else torch.empty_like(own) for source in ranks]
 
-    def _launched(
-        self, name: str, first: list[Any], second: Callable[[], list[Any]] | None = None
+    def _in_two_rounds(
+        self, name: str, first: list[Any], second: Callable[[], list[Any]]
     ) -> Pending:
-        launched = _Exchanged(name, first, second, self.push)
-        if second is not None:
-            self._halfway.append(launched)
-        return launched
+        """Have `second` called, which begins the second round, when the first is over."""
+        works = Works(name, first)
+        inference = torch.is_inference_mode_enabled()
 
-    def push(self) -> None:
-        """Begin the second round of whatever is in its first. Called on every rank."""
-        # In the order of launching: ranks that wait for them in different orders do not wait for
-        # each other in a circle.
-        while self._halfway:
-            self._halfway.popleft().push()
+        def carry_on() -> Pending:
+            works.wait()
+            with torch.inference_mode(inference), naming(name):
+                return Works(name, second())
+
+        return self._background.do(carry_on)
 
     def _tags(self, rounds: int) -> range:
         """A tag for each round of an operation, by which both sides tell the messages apart.
 
-        All are taken when it is launched: when second rounds begin may differ from rank to rank.
+        All are taken when it is launched: when second rounds begin differs from rank to rank.
         """
         first = self._tag
         self._tag = (first + rounds) % (1 << 30)
@@ -176,37 +177,6 @@ class Exchange:
     def _way(self, source: int, target: int) -> dist.ProcessGroup:
         """See Note [A connection for each direction]."""
         return self._upwards if source < target else self._downwards
-
-
-class _Exchanged:
-    """An exchange in one round or two."""
-
-    def __init__(
-        self,
-        name: str,
-        first: list[Any],
-        second: Callable[[], list[Any]] | None,
-        push_all: Callable[[], None],
-    ) -> None:
-        self._name = name
-        self._round = Works(name, first)
-        self._second = second
-        self._push_all = push_all
-
-    def push(self) -> None:
-        """Wait for the first round and begin the second, once."""
-        if self._second is not None:
-            self._round.wait()
-            with naming(self._name):
-                self._round = Works(self._name, self._second())
-            self._second = None
-
-    def wait(self) -> None:
-        """Wait for all of it."""
-        # Another rank may be waiting for the second round of another.
-        self._push_all()
-        self.push()  # again, if that failed: it says so
-        self._round.wait()
 
 
 def _as_bytes(flat: torch.Tensor) -> torch.Tensor:

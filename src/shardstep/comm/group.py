@@ -46,6 +46,7 @@ class GroupComm:
         self.world_size = dist.get_world_size(group)
         self.ledger = Ledger()
         self._exchange = Exchange(group, downwards or group, self.ledger)
+        self.relaying = self._exchanges(self._wire_device(device or torch.device("cpu")))
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
         """Fill `buffer` with every rank's segment. Called on every rank."""
@@ -111,10 +112,6 @@ class GroupComm:
             if segment.numel()
         ]
         return Then(Works(name, works), lambda: out.copy_(own))
-
-    def push(self) -> None:
-        """Have all that was launched go on by itself. Called on every rank."""
-        self._exchange.push()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's `payload`. Called on every rank."""
@@ -203,8 +200,7 @@ class GroupComm:
         own = dist.get_backend_config(self.group)
         group = dist.new_group(ranks, backend=backend or own, **options)
         downwards = None
-        exchanges = self._exchanges(self._wire_device(self._device or torch.device("cpu")))
-        if exchanges and backend is None:
+        if self.relaying and backend is None:
             downwards = dist.new_group(ranks, backend="gloo", **options)
         comm = GroupComm(group, self._device, downwards)
         assert comm.group_rank == self.group_rank

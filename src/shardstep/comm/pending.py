@@ -14,7 +14,7 @@ def naming(operation: str) -> Iterator[None]:
     """Have what the backend raises say what it was that failed."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise RuntimeError(f"shardstep: {operation} failed: {error}") from error
 
 

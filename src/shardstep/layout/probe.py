@@ -18,7 +18,7 @@ that begins. Gradients differ in scale from tensor to tensor and from step to st
 once, and a closure is passed now and then.
 
 It is to take less than 100 ms (benchmarks/probe.py). So nobody takes a step that cannot change the
-verdict (`race`), and a class whose steps take long is left at small tensors and few steps.
+verdict (`race`), and a class whose steps take long is left at small tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.layout.constants import constants_everywhere, quick_constants
-from shardstep.layout.race import HEAD, DrawsRandomNumbers, Race
+from shardstep.layout.race import DECIDED, HEAD, DrawsRandomNumbers, Race
 from shardstep.layout.trial import (
     LARGE,
     OTHERS,
@@ -60,8 +60,8 @@ GLANCE = 2
 """How many steps show whether slices differ, for nearly all classes."""
 
 FEWEST = 3
-"""How many steps a class is tried for if these take long: gradients have been of all sizes then,
-and a closure has been passed."""
+"""How many steps other shapes take if steps take long: gradients have been of all sizes then, and a
+closure has been passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def _compare(trial: Trial, watch: bool = True) -> Verdict:
     unlike = glance.unlike if glance else None
     if glance and (glance.coupled is not None or (unlike is not None and glance.long)):
         race, brief = glance, True
-        race.go(FEWEST)
+        race.go(DECIDED)
     else:
         race, brief = Race(trial, watch, unlike), False
         if not race.set_off(STEPS):

@@ -31,11 +31,12 @@ HEAD = 4
 DECIDED = 12
 """After so many steps, a class that has not been element-wise is tried no further."""
 
-COUNTED = 2
-"""In so many steps, calls of torch are counted."""
+COUNTED = 1
+"""After so many steps, calls of torch are counted in one: the first may prepare things that a
+process prepares once, and ranks have to count alike."""
 
-MANY_CALLS = 600
-"""Beyond so many calls in these, for two small matrices, the steps of a class take long."""
+MANY_CALLS = 300
+"""Beyond so many calls in that one, for two small matrices, the steps of a class take long."""
 
 
 class DrawsRandomNumbers(Exception):
@@ -111,7 +112,7 @@ class Race:
         self._compare_rest()
 
     def _advance(self) -> None:
-        counting = len(self._course) < COUNTED and not self.long
+        counting = len(self._course) == COUNTED
         with self._counter if counting else contextlib.nullcontext():
             drew = self.together.advance()
         if drew and self._watch:

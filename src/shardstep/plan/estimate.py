@@ -35,6 +35,7 @@ def share(
     group_rank: int,
     wire_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
     sum_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
+    relaying: bool = True,
 ) -> Share:
     """What `group_rank` holds and sends under `plan`.
 
@@ -43,14 +44,15 @@ def share(
         group_rank: which rank.
         wire_dtype: in which dtype gradients of parameters of a dtype travel; if not given, in that.
         sum_dtype: in which dtype they are added up; if not given, in that of the parameters.
+        relaying: whether segments of different lengths are relayed, as over Gloo.
     """
     numel = nbytes = gathered = reduced = 0
     for bucket in plan.training_buckets:
         own = sum(piece.param_interval.numel for piece in bucket.pieces(group_rank))
         numel += own
         nbytes += own * bucket.dtype.itemsize
-        gathered += gather_numel_sent(bucket.cuts, group_rank) * bucket.dtype.itemsize
-        gradients, sums = reduce_numel_sent(bucket.cuts, group_rank)
+        gathered += gather_numel_sent(bucket.cuts, group_rank, relaying) * bucket.dtype.itemsize
+        gradients, sums = reduce_numel_sent(bucket.cuts, group_rank, relaying)
         reduced += gradients * wire_dtype(bucket.dtype).itemsize
         reduced += sums * sum_dtype(bucket.dtype).itemsize
     return Share(group_rank, numel, nbytes, gathered, reduced)

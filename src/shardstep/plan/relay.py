@@ -81,10 +81,10 @@ def _relay(cuts: tuple[int, ...]) -> Relay | None:
     return Relay(segments, tuple(Interval(start, stop) for start, stop in pairwise(bounds)))
 
 
-def gather_numel_sent(cuts: Sequence[int], rank: int) -> int:
-    """How many elements `rank` sends in a gather of these segments."""
+def gather_numel_sent(cuts: Sequence[int], rank: int, relaying: bool = True) -> int:
+    """How many elements `rank` sends in a gather of these segments, relayed where that is less."""
     size = len(cuts) - 1
-    route = relay(cuts)
+    route = relay(cuts) if relaying else None
     if route is None:
         return (cuts[rank + 1] - cuts[rank]) * (size - 1)
     return sum(
@@ -94,9 +94,9 @@ def gather_numel_sent(cuts: Sequence[int], rank: int) -> int:
     )
 
 
-def reduce_numel_sent(cuts: Sequence[int], rank: int) -> tuple[int, int]:
+def reduce_numel_sent(cuts: Sequence[int], rank: int, relaying: bool = True) -> tuple[int, int]:
     """How many elements `rank` sends to reduce to these segments: of gradients, and of sums."""
-    route = relay(cuts)
+    route = relay(cuts) if relaying else None
     if route is None:
         return cuts[-1] - (cuts[rank + 1] - cuts[rank]), 0
     own = route.slices[rank]
