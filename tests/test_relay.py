@@ -455,15 +455,19 @@ def read_meanwhile() -> list[float]:
         return isend(data, **options)
 
     def peek() -> None:
+        while not hasattr(model.weight, "_shardstep_flight") and not read:
+            time.sleep(0.001)
         time.sleep(0.2)
         read.append(float(model.weight.detach().double().sum()))
 
     with mock.patch.object(dist, "isend", slow if dist.get_rank() == owner else isend):
+        thread = threading.Thread(target=peek, daemon=True)
+        if dist.get_rank() == late:
+            thread.start()
         opt.step()
-        thread = threading.Thread(target=peek)
-        thread.start()
         read.append(float(model.weight.detach().double().sum()))
-        thread.join()
+        if dist.get_rank() == late:
+            thread.join()
     return read
 
 
