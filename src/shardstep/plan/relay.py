@@ -24,7 +24,7 @@ from shardstep.plan.placement import ALIGNMENT
 
 FEW_RANKS = 6
 """Measured with segments of a plan that is balanced as a whole: straight exchanges take 0.93 of the
-time of relayed ones at 5 ranks, and 1.20 of it at 8."""
+time of relayed ones at 5 ranks, and 1.26 of it at 8."""
 
 MOST_AMONG_FEW = 3
 """How many times the bucket anybody may send or receive where ranks are few."""
