@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -71,6 +72,7 @@ class _Later:
 
 
 _under_way: weakref.WeakSet[_Later] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_under_way.clear)  # the thread stays with the parent
 
 
 def _work(told: SimpleQueue[_Later | None]) -> None:
