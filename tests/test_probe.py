@@ -773,3 +773,9 @@ def test_an_optimizer_that_keeps_its_state_elsewhere_is_refused() -> None:
         choose("auto", HandsOn, {}, {}, [param], 2)
     with pytest.raises(ValueError, match=message):  # nor on one rank, where nothing is tried
         ZeroRedundancyOptimizer([param], HandsOn, layout="whole")
+    groups = [
+        {"params": [param], "optimizer_class": HandsOn},
+        {"params": [torch.nn.Parameter(torch.ones(3))]},
+    ]
+    with pytest.raises(ValueError, match=message):  # nor as one of several
+        ZeroRedundancyOptimizer(groups, torch.optim.SGD, layout="whole")

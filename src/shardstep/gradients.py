@@ -132,8 +132,8 @@ class FullGradients:
             )
         norm = wide_norm(self._params, dtypes, norm_type)
         refuse_nonfinite(norm, norm_type, error_if_nonfinite)
-        # Torch's functions on lists of tensors take DTensors or plain tensors, not both; and before
-        # 2.13 they leave a DTensor that is a sum still to be taken as it was. To scale a part of it
+        # Torch's functions on lists of tensors take DTensors or plain tensors, not both; and those
+        # of 2.11 leave a DTensor that is a sum still to be taken as it was. To scale a part of it
         # is right for any placement.
         parts = [
             SimpleNamespace(grad=local_part(param.grad))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardstep.describe import check_optimizer
+
 CLASS_KEY = "optimizer_class"
 """Under this key a group has its class; once the optimizer is made, the class's full name."""
 
@@ -151,19 +153,15 @@ class Mixture(Optimizer):
         called, rest = split_options(given, group)
         mine: Group = {k: v for k, v in group.items() if k in ("params", "param_names")}
         part = given([{**mine, **rest}], **called)
-        part.param_groups[0][CLASS_KEY] = full_name(given)
         self._join(part)
+        part.param_groups[0][CLASS_KEY] = full_name(given)
         self._part_of.append(len(self.parts) - 1)
         self.classes.append(given)
         taken: Group = part.param_groups[0]
         return taken
 
     def _join(self, part: Optimizer) -> None:
-        if not isinstance(part, Optimizer):
-            raise ValueError(
-                "optimizer_class has to make a torch.optim.Optimizer, but it made a "
-                f"{type(part).__name__}"
-            )
+        check_optimizer(part, 1)
         if extras(part):
             raise ValueError(
                 f"{type(part).__name__} keeps {', '.join(map(repr, extras(part)))} in its state "
