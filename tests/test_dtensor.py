@@ -466,7 +466,10 @@ class RowNorms(optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
+                    param.sub_(self.direction(param.grad), alpha=group["lr"])
+
+    def direction(self, grad: Tensor) -> Tensor:
+        return grad / grad.norm()
 
 
 def _build(dp: int, tp: int, placement: str, optimizer_class: Any, options: dict[str, Any]) -> None:
@@ -568,18 +571,11 @@ def test_a_class_that_looks_at_whole_tensors_may_have_them(
     run_ranks(_build, dp * tp, dp, tp, placement, RowNorms, {})
 
 
-class Signs(optim.Optimizer):
+class Signs(RowNorms):
     """Element-wise, which has to be found out."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad.sign(), alpha=group["lr"])
+    def direction(self, grad: Tensor) -> Tensor:
+        return grad.sign()
 
 
 @pytest.mark.parametrize(("dp", "tp"), MESHES)

@@ -277,9 +277,8 @@ def _with_override() -> None:
     ZeroRedundancyOptimizer(embedding.parameters(), bitsandbytes.optim.AdamW8bit)
 
 
+@pytest.mark.parametrize("library", ["bitsandbytes"], indirect=True)
 def test_overrides_for_single_parameters_are_refused(library: str) -> None:
-    if library != "bitsandbytes":
-        pytest.skip("bitsandbytes alone has them")
     raises_on_every_rank(_with_override, 2, ValueError, match="GlobalOptimManager has options")
 
 
@@ -289,9 +288,8 @@ def _random() -> None:
     ZeroRedundancyOptimizer(params, cls, bf16_stochastic_round=True)
 
 
+@pytest.mark.parametrize("library", ["torchao"], indirect=True)
 def test_random_rounding_is_refused(library: str) -> None:
-    if library != "torchao":
-        pytest.skip("torchao alone has it")
     raises_on_every_rank(_random, 2, ValueError, match="AdamW8bit draws random numbers")
 
 
@@ -301,14 +299,13 @@ def _offloaded() -> None:
     ZeroRedundancyOptimizer(parameters(torch.float32, "cuda"), CPUOffloadOptimizer)
 
 
+@pytest.mark.parametrize("library", ["torchao"], indirect=True)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_optimizer_that_hands_its_parameters_on_is_refused(
     library: str, world_size: int
 ) -> None:
-    if library != "torchao":
-        pytest.skip("torchao alone has it")
     raises_on_every_rank(
         _offloaded, world_size, ValueError, match="CPUOffloadOptimizer does not keep state"
     )
