@@ -63,4 +63,4 @@ class DemoProgress(AbstractContextManager["DemoProgress"]):
             self._bars.start_task(task)
         self._bars.update(task, completed=done.step, loss=f"{done.loss:.3f}")
         if done.step == self._num_steps and not self._console.is_terminal:
-            self._console.print(f"{done.run}: {done.step} steps, loss {done.loss:.3f}")
+            self._console.print(f"{done.run}: {done.step} steps, loss {done.loss:.3f} on rank 0")

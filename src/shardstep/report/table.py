@@ -42,7 +42,7 @@ def demo_table(record: DemoRecord) -> Table:
             cells += [_cell(value, form, unit), f"{value / plain:.2f}" if known else ""]  # type: ignore[operator]
         table.add_row(name, *cells)
 
-    row("final loss", lambda run: run.final_loss, ".6f", "")
+    row("final loss, mean", lambda run: run.final_loss, ".6f", "")
     for rank in range(config.ranks):
         row(f"state, rank {rank}", lambda run, r=rank: run.ranks[r].state_nbytes / 1e6, ".3f", "MB")  # type: ignore[misc]
     row("sent per step", _sent_megabytes, ".3f", "MB")
