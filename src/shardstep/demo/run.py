@@ -215,6 +215,7 @@ def _train(rank: int, config: DemoConfig, run: str, sender: Connection) -> RankR
     sent_before: int | None = None
     for step in range(config.steps):
         if step == WARMUP_STEPS:
+            _settle(model)
             sent_before = _sent_nbytes()
         inputs, targets = batches.batch(step)
         start = time.perf_counter()
@@ -226,8 +227,7 @@ def _train(rank: int, config: DemoConfig, run: str, sender: Connection) -> RankR
         losses.append(loss.item())
         if rank == 0:
             sender.send(StepDone(run, step + 1, losses[-1]))
-    digest = _digest(model)
-    dist.barrier()  # the last parameters have left every rank
+    _settle(model)
     sent_after = _sent_nbytes()
 
     sent_per_step: float | None = None
@@ -235,11 +235,22 @@ def _train(rank: int, config: DemoConfig, run: str, sender: Connection) -> RankR
         sent_per_step = (sent_after - sent_before) / (config.steps - WARMUP_STEPS)
     return RankRecord(
         losses=tuple(losses),
-        digest=digest,
+        digest=_digest(model),
         state_nbytes=_state_nbytes(local),
         sent_nbytes_per_step=sent_per_step,
         ms_per_step=1e3 * statistics.median(seconds[WARMUP_STEPS:]),
     )
+
+
+def _settle(model: nn.Module) -> None:
+    """Wait until what the steps so far had to send has left every rank.
+
+    A step's last sends may be under way after it: a rank that is ahead returns with what it has
+    received. Counted without this, they would belong to the step that follows.
+    """
+    for parameter in model.parameters():
+        parameter.detach()  # waits for the values of a parameter in flight
+    dist.barrier()
 
 
 def _state_nbytes(optimizer: Optimizer) -> int:
