@@ -202,6 +202,7 @@ def verify_newest(parent: Path) -> None:
         assert path.name.startswith(".") or path in checkpoints(parent), path
 
 
+@pytest.mark.slow
 def test_killed_at_8_moments(tmp_path: Path) -> None:
     endure(tmp_path, 8, seed=1)
 
@@ -780,6 +781,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_finishes_its_save(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "step-1")], check=True)
     expected = torch.arange(1000.0) - 0.1

@@ -170,6 +170,7 @@ def on_two_ranks(parent: Path, *names: str) -> None:
         globals()[name](clean(parent / name))
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_on_one_rank(tmp_path: Path) -> None:
     run_ranks(on_two_ranks, 2, tmp_path, "fails_on_one_rank", "sees_another_folder")
 
@@ -709,6 +710,7 @@ def zero2(parent: Path) -> None:
         assert not differing(there[: len(weights)], list(weights.values())), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_zero_2_goes_on(tmp_path: Path, world_size: int) -> None:
     run_ranks(on_two_ranks, world_size, tmp_path, "zero2", timeout=100)

@@ -244,6 +244,7 @@ MEASURE = """
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     # 200 MB: a matrix of 64 MiB, and its optimizer's state of two more.
     net = torch.nn.Linear(4096, 4096, bias=False)

@@ -415,6 +415,7 @@ def unused() -> list[str]:
     return failing(checks)
 
 
+@pytest.mark.slow
 def test_parameters_that_nobody_used_stay_as_they_are() -> None:
     """Not even weight decay and momentum touch them, as under DDP."""
     assert run_ranks(unused, 2) == FINE
@@ -899,6 +900,7 @@ def joining(world_size: int) -> list[str]:
     return failing(checks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_uneven_inputs(world_size: int) -> None:
     assert run_ranks(joining, world_size, world_size) == [[]] * world_size

@@ -108,6 +108,7 @@ def test_a_demo_with_nothing_to_measure_is_refused(bad: dict[str, int]) -> None:
         DemoConfig(**bad)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_demo_ends_with_equal_numbers_and_a_complete_record(tmp_path: Path) -> None:
     path = tmp_path / "demo.json"
     size = ["--steps", "3", "--layers", "1", "--width", "32", "--batch", "2"]
@@ -147,6 +148,7 @@ def test_the_demo_ends_with_equal_numbers_and_a_complete_record(tmp_path: Path) 
         assert sent[2] < 1.1 * sent[0], "as much as the all-reduce alone"
 
 
+@pytest.mark.slow
 def test_a_failing_rank_shows_its_traceback_and_ends_the_demo(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +168,7 @@ def test_a_failing_rank_shows_its_traceback_and_ends_the_demo(
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_rank_behind() -> None:
     def interrupt(done: StepDone) -> None:
         raise KeyboardInterrupt
@@ -175,6 +178,7 @@ def test_an_interrupt_leaves_no_rank_behind() -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_silently_is_named() -> None:
     def kill(done: StepDone) -> None:
         for process in multiprocessing.active_children():

@@ -206,6 +206,7 @@ def _trained_like_unsharded(dp: int, tp: int) -> list[str]:
     return failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
 def test_a_tensor_parallel_model_trains_as_with_the_unsharded_optimizer(dp: int, tp: int) -> None:
     assert run_ranks(_trained_like_unsharded, dp * tp, dp, tp) == [[]] * (dp * tp)

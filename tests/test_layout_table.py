@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from benchmarks.layout_table import table
 
 PAGE = Path(__file__).parent.parent / "docs" / "layouts.md"
 
 
+@pytest.mark.slow
 def test_the_page_has_the_table_as_it_is_made() -> None:
     assert table() in PAGE.read_text()

@@ -195,6 +195,7 @@ def _schedulers() -> list[str]:
     return failures
 
 
+@pytest.mark.slow
 def test_every_scheduler_gives_the_same_parameters() -> None:
     assert run_ranks(_schedulers, 2) == [[], []]
 

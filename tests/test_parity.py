@@ -135,6 +135,7 @@ def _channels_last() -> list[str]:
     return failures
 
 
+@pytest.mark.slow
 def test_channels_last_parameters_keep_numbers_and_format() -> None:
     assert run_ranks(_channels_last, 2) == [[], []]
     assert run_ranks(_channels_last, 3) == [[], [], []]
@@ -258,6 +259,7 @@ def _against_the_oracles() -> list[str]:
     return failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_naive_versions_agree(world_size: int) -> None:
     assert run_ranks(_against_the_oracles, world_size) == [[]] * world_size

@@ -326,6 +326,7 @@ def test_equal_inputs_give_equal_plans(
     assert plan.fingerprint == again.fingerprint
 
 
+@pytest.mark.slow
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     """Ranks are separate processes: nothing may follow the order of a set of strings."""
     code = (

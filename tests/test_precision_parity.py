@@ -331,12 +331,14 @@ def test_zero2_with_masters_has_their_numbers(world_size: int) -> None:
     assert run_ranks(_compare, world_size, names, loops, ["default"]) == [[]] * world_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_that_are_held_back_add_up_in_fp32(world_size: int) -> None:
     outcome = run_ranks(_compare, world_size, ["mlp", "gpt"], ["no_sync"], list(POLICIES))
     assert outcome == [[]] * world_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_travel_in_the_dtype_that_is_asked_for(world_size: int) -> None:
     wires = ["fp32 wire", "bf16 wire"]
@@ -574,6 +576,7 @@ def _all_hooked() -> list[str]:
     return list(_hooked())
 
 
+@pytest.mark.slow
 def test_the_ddp_hooks_step_on_masters() -> None:
     assert run_ranks(_all_hooked, 2) == [[], []]
 

@@ -303,6 +303,7 @@ def train_under_ddp(hook: Callable[..., Any] | None) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", [None, hook_with_zero_step, hook_with_zero_step_interleaved])
 def test_under_ddp_relayed_gathers_give_the_unsharded_numbers(
     hook: Callable[..., Any] | None,

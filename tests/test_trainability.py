@@ -195,6 +195,7 @@ def _every_class() -> list[str]:
     return follow(script, list(firsts.values()))
 
 
+@pytest.mark.slow
 def test_the_state_of_every_class_follows_the_plan() -> None:
     assert run_ranks(_every_class, 2) == [[], []]
 

@@ -536,6 +536,7 @@ def _give_up(overlap: bool) -> list[str]:
     return failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 def test_after_a_failure_anywhere_and_zero_grad_training_goes_on_with_the_right_numbers(
     overlap: bool,

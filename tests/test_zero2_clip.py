@@ -273,6 +273,7 @@ def _grad_scaler() -> list[str]:
     return failing(checks)
 
 
+@pytest.mark.slow
 def test_a_grad_scaler_comes_to_ddps_decisions_and_numbers_whichever_rank_overflows() -> None:
     assert run_ranks(_grad_scaler, 2, timeout=110) == [[], []]
 

@@ -358,6 +358,7 @@ class _Plainer(_Reaching):
         return h[:, :32] @ self.aside[1].t() + 0 * self.loose[2].sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_before_after_or_in_place_equals_not_compiled_to_the_bit(backend: str) -> None:
     assert run_ranks(_compiled, 2, backend, timeout=110) == [[], []]

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn, optim
 
@@ -273,6 +274,7 @@ def _migrate() -> list[str]:
     return failures
 
 
+@pytest.mark.slow
 def test_state_moves_between_zero_1_zero_2_and_the_plain_optimizer_to_the_bit() -> None:
     assert run_ranks(_migrate, 2, timeout=110) == [[], []]
 

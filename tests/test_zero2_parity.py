@@ -113,6 +113,7 @@ def _at_four() -> tuple[list[str], list[torch.Tensor], float]:
     return failures, outcomes, far
 
 
+@pytest.mark.slow
 def test_four_ranks_repeat_themselves_to_the_bit_and_come_close_to_ddp() -> None:
     first, *others = run_ranks(_at_four, 4, timeout=110)
     for failures, params, far in (first, *others):
