@@ -46,8 +46,8 @@ T = TypeVar("T")
 #: Seconds the other ranks have, after the first failure, to report errors of their own.
 GRACE = 5.0
 
-# Building an optimizer imports torch._dynamo: paid once here, not in every rank. shardstep itself
-# is not preloaded: coverage warns, in every rank, of a package whose import it did not see.
+# Building an optimizer imports torch._dynamo: paid once here, not in every rank. Of shardstep,
+# coverage does not see the import in a rank then; it sees that of the process that runs the test.
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload(
     [
@@ -56,6 +56,7 @@ _FORKSERVER.set_forkserver_preload(
         "torch.distributed.optim",
         "hypothesis",
         "pytest",
+        "shardstep",
     ]
 )
 

@@ -370,6 +370,7 @@ def wrapped(parent: Path) -> None:
             ckpt.load(parent / saved, again)
 
 
+@pytest.mark.slow
 def test_names_and_groups(tmp_path: Path) -> None:
     parts = ("by_other_names", "regrouped", "other_optimizers", "by_place")
     run_ranks(on_two_ranks, 2, tmp_path, *parts, "models_that_hand_out_copies", "wrapped")
