@@ -98,6 +98,8 @@ class _Laid:
     ) -> None:
         self._params = params
         self._dtypes = dtypes
+        # Those of the plan, whatever the parameters have by the time that there is another one.
+        self._strides = {p.param: local_part(params[p.param]).stride() for p in pieces}
         self._stretches: list[_Stretch] = []
         self._found: dict[int, tuple[_Stretch, int]] = {}
         by_bucket: dict[int, list[Piece]] = {}
@@ -143,8 +145,8 @@ class _Laid:
         stretch, offset = self._found[piece.param]
         assert stretch.wide is not None
         if piece.entire:
-            param = local_part(self._params[piece.param])
-            return stretch.wide.as_strided(param.shape, param.stride(), offset)
+            shape = local_part(self._params[piece.param]).shape
+            return stretch.wide.as_strided(shape, self._strides[piece.param], offset)
         return stretch.wide[offset : offset + piece.param_interval.numel]
 
 

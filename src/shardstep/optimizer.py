@@ -49,6 +49,7 @@ from shardstep.report.optimizer import Report, make_report
 from shardstep.rounding import StochasticRounding
 from shardstep.shard import Shard
 from shardstep.state.exchange import move_state
+from shardstep.state.follow import follow_plan
 from shardstep.state.gaps import warn_of_gaps
 from shardstep.state.outside import numbered
 from shardstep.state.plain import (
@@ -381,12 +382,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         params = parameters(self.param_groups)
 
         def move(states: Mapping[int, Any]) -> dict[int, Any]:
-            return move_state(
+            return follow_plan(
                 self._comm,
-                plan.specs,
-                held=[before.intervals(rank) for rank in range(self.world_size)],
-                wanted=[plan.intervals(rank) for rank in range(self.world_size)],
-                states=states,
+                before,
+                plan,
+                states,
                 device=lambda index, leaf: _beside(params[index], leaf),
             )
 

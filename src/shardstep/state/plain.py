@@ -75,7 +75,7 @@ def load_share(
         if value:
             present.add(index)
         if index in held:
-            mine[index] = _take(value, held[index], spec)
+            mine[index] = take(value, held[index], spec)
     packed = [
         {**group, "params": [index_of[identifier] for identifier in group["params"]]}
         for group in saved_groups
@@ -155,7 +155,7 @@ def masters_in(
                 f"parameter has shape {spec.shape}; this state dict belongs to another model"
             )
         if index in held:
-            share[index] = _take(master, held[index], spec)
+            share[index] = take(master, held[index], spec)
     return share
 
 
@@ -187,19 +187,19 @@ def _check(value: Any, spec: ParamSpec) -> None:
             )
 
 
-def _take(value: Any, held: Interval, spec: ParamSpec) -> Any:
-    """What belongs to the elements `held`, in memory of its own."""
+def take(value: Any, held: Interval, spec: ParamSpec) -> Any:
+    """What belongs to the elements `held` of a whole parameter's state, in memory of its own."""
     if isinstance(value, torch.Tensor):
         value = local_part(value)
         if held.numel == spec.numel or value.shape != spec.shape:
             return own_copy(value)
         return flat(value, spec.stride)[held.slice].clone()
     if isinstance(value, Mapping):
-        return {key: _take(item, held, spec) for key, item in value.items()}
+        return {key: take(item, held, spec) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_take(item, held, spec) for item in value)
+        return type(value)(take(item, held, spec) for item in value)
     if isinstance(value, deque):
-        return deque((_take(item, held, spec) for item in value), value.maxlen)
+        return deque((take(item, held, spec) for item in value), value.maxlen)
     return value
 
 
