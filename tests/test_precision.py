@@ -276,6 +276,29 @@ def test_what_a_user_writes_to_a_parameter_counts() -> None:
     assert _writes() == []
 
 
+def _zero_written() -> list[int]:
+    """How many elements of each master are not what was written: a zero, where there was another.
+
+    A master that is less than half of the smallest number rounds to a zero with a sign.
+    """
+    params = [nn.Parameter(torch.zeros(numel, dtype=FP16)) for numel in (256, 257, 130, 3, 1)]
+    opt = ZeroRedundancyOptimizer(params, optim.SGD, precision=MASTERS, lr=0.25)
+    for param in params:
+        param.grad = torch.full_like(param, 2.0**-24)
+    opt.step()
+    with torch.no_grad():
+        assert all(param.signbit().all() for param in params)
+        for param in params:
+            param.zero_()
+    masters = [opt.full_master(param) for param in params]
+    return [int(master.count_nonzero()) for master in masters if master is not None]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_zero_of_the_other_sign_is_a_write_wherever_an_element_lies(world_size: int) -> None:
+    assert run_ranks(_zero_written, world_size) == [[0] * 5] * world_size
+
+
 def test_a_model_that_is_loaded_after_the_optimizer_was_made_is_trained_on() -> None:
     module, source = _model(), _model()
     for param in source.parameters():
