@@ -884,6 +884,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 taken.groups,
                 self._plan.specs,
                 beside={key: value for key, value in state_dict.items() if key not in OURS},
+                wide=held,  # it was read into what is here, which has the same policy
             )
         else:
             names = [spec.name for spec in self._plan.specs]
