@@ -15,7 +15,7 @@ from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-d
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from shardstep.agree import agree
+from shardstep.agree import agree, together
 from shardstep.attach import ModuleTie, check_membership, describe_buffers, names_in
 from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.dcp.stateful import (
@@ -209,6 +209,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 lines += describe_buffers(module)
             return plan, head + describe_options(self.optim.param_groups) + lines
 
+        def begin_again() -> None:
+            # What a class notes down of the parameters when it is made is to be of rank 0's.
+            self._shard.take_masters(None)
+            del self._local, self.optim  # not the state of both at once
+            self._local = LocalOptimizer(self.param_groups, self._shard, local)
+            self.optim = self._local.optim
+
         plan = agree(self._comm, "constructing ZeroRedundancyOptimizer", make)
         Joinable.__init__(self)
         self._gather_comm = self._comm
@@ -227,6 +234,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 lambda: self._announce("buffers", list),
             )
             self._tie.share_start()
+            together(self._comm, "constructing ZeroRedundancyOptimizer", begin_again)
         # Schedulers look in `defaults` for what the optimizer knows, such as "betas".
         self.defaults = self.optim.defaults
         self._adopt(plan, self._shard)
