@@ -141,6 +141,42 @@ def test_policies_may_differ(written: Path, world_size: int) -> None:
         assert not failures
 
 
+def into_moving_parameters(root: Path) -> list[str]:
+    """Loading gives a frozen parameter a master, and parameters a place in another buffer."""
+    failures = []
+    for views in (False, True):
+        model = net(torch.bfloat16)
+        module = None if views else model
+
+        def fresh(model: nn.Module, module: Any, views: bool = views) -> ZeroRedundancyOptimizer:
+            named = model.named_parameters()
+            return ZeroRedundancyOptimizer(
+                named, optim.AdamW, None, views, module=module, precision=MASTERS, lr=1e-3
+            )
+
+        opt = fresh(model, module)
+        steps(model, opt, range(3))
+        path = root / f"moving-{views}"
+        ckpt.save(path, opt, model)
+        for frozen in (False, True):
+            other = net(torch.bfloat16)
+            next(other.parameters()).requires_grad_(not frozen)
+            again = fresh(other, None if views else other)
+            for param in other.parameters():
+                param.data = torch.zeros_like(param) if not frozen else param.data.zero_()
+            ckpt.load(path, again, other)
+            if wrong := differing(list(model.parameters()), list(other.parameters())):
+                failures.append(f"views {views}, frozen {frozen}: parameters {wrong}")
+            if wrong := differing(masters(model, opt), masters(other, again)):
+                failures.append(f"views {views}, frozen {frozen}: masters {wrong}")
+    return failures
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_reach_parameters_that_loading_has_moved(tmp_path: Path, world_size: int) -> None:
+    assert run_ranks(into_moving_parameters, world_size, tmp_path) == [[]] * world_size
+
+
 class Frugal(optim.Optimizer):
     """Keeps its momentum in 16 bits, whatever it steps on."""
 

@@ -246,6 +246,7 @@ class _Loading:
         def put() -> None:
             # What may fail goes first, each with the way back: code of the user's is run.
             try:
+                match.look_again()
                 if match.optimizer is not None:
                     self._put_state(match.optimizer, undo)
                 for there, (name, old) in match.rest.items():
