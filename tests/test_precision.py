@@ -317,6 +317,7 @@ def _moved(with_module: bool) -> list[str]:
     module.layers[0].requires_grad_(False)  # another plan is due, which is not there yet
     for param in module.parameters():
         param.data = torch.full_like(param, 5.0)
+    given = [param.data_ptr() for param in module.parameters()]
     for name, param in module.named_parameters():
         master = opt.full_master(param)
         if master is not None and not torch.equal(master, torch.full_like(param, 5.0).float()):
@@ -324,6 +325,8 @@ def _moved(with_module: bool) -> list[str]:
     opt.consolidate_state_dict()
     saved = opt.state_dict()["masters"] if opt.rank == 0 else {}
     failures += [f"master {n}" for n, each in saved.items() if not (each == 5).all()]
+    if [param.data_ptr() for param in module.parameters()] != given:
+        failures.append("looking has moved parameters")
     return failures
 
 

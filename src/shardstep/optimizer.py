@@ -372,12 +372,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._replan("following a change of the parameters", self._plan_now)
 
     def _follow_data(self) -> None:
-        """Take the parameters in where they are now, if all that has changed is where. Local."""
+        """Look at the parameters where they are now, if all that has changed is where.
+
+        Nothing is sent, and no parameter is moved: somebody may have just noted where they are.
+        """
         if self._home.intact():
             return
         now = zip(self._specs_now(), self._plan.specs, strict=False)
         if all(replace(spec, trainable=before.trainable) == before for spec, before in now):
-            self._settle_in()
+            self._shard.repoint()
 
     def _unchanged(self) -> bool:
         """Whether the parameters are as and where the plan in force has them."""
