@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 
@@ -138,6 +139,103 @@ def test_training_goes_on_with_the_same_policy(written: Path, world_size: int, l
 def test_policies_may_differ(written: Path, world_size: int) -> None:
     for failures in run_ranks(cross, world_size, written):
         assert not failures
+
+
+def into_moving_parameters(root: Path) -> list[str]:
+    """Loading gives a frozen parameter a master, and parameters a place in another buffer."""
+    failures = []
+    for views in (False, True):
+        model = net(torch.bfloat16)
+        module = None if views else model
+
+        def fresh(model: nn.Module, module: Any, views: bool = views) -> ZeroRedundancyOptimizer:
+            named = model.named_parameters()
+            return ZeroRedundancyOptimizer(
+                named, optim.AdamW, None, views, module=module, precision=MASTERS, lr=1e-3
+            )
+
+        opt = fresh(model, module)
+        steps(model, opt, range(3))
+        path = root / f"moving-{views}"
+        ckpt.save(path, opt, model)
+        for frozen in (False, True):
+            other = net(torch.bfloat16)
+            next(other.parameters()).requires_grad_(not frozen)
+            again = fresh(other, None if views else other)
+            for param in other.parameters():
+                param.data = torch.zeros_like(param) if not frozen else param.data.zero_()
+            ckpt.load(path, again, other)
+            if wrong := differing(list(model.parameters()), list(other.parameters())):
+                failures.append(f"views {views}, frozen {frozen}: parameters {wrong}")
+            if wrong := differing(masters(model, opt), masters(other, again)):
+                failures.append(f"views {views}, frozen {frozen}: masters {wrong}")
+    return failures
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_reach_parameters_that_loading_has_moved(tmp_path: Path, world_size: int) -> None:
+    assert run_ranks(into_moving_parameters, world_size, tmp_path) == [[]] * world_size
+
+
+class Frugal(optim.Optimizer):
+    """Keeps its momentum in 16 bits, whatever it steps on."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        state["momentum"] = torch.zeros_like(param, dtype=torch.bfloat16)
+                    state["momentum"].mul_(0.9).add_(param.grad)
+                    param.sub_(group["lr"] * state["momentum"].to(param.dtype))
+
+
+def frugal(root: Path, precision: MixedPrecision) -> list[str]:
+    """As if never interrupted, however it was saved."""
+
+    def fresh() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+        model = net(torch.bfloat16)
+        named = model.named_parameters()
+        return model, ZeroRedundancyOptimizer(named, Frugal, precision=precision)
+
+    expected, reference = fresh()
+    steps(expected, reference, range(3))
+    path = root / str(reference.world_size)
+    ckpt.save(path, reference, expected)
+    dcp.save({"model": expected, "optim": reference}, checkpoint_id=f"{path}-dcp")
+    reference.consolidate_state_dict()
+    saved = [reference.state_dict(), expected.state_dict()] if reference.rank == 0 else [None] * 2
+    if reference.world_size > 1:
+        dist.broadcast_object_list(saved)
+    weights = {name: value.clone() for name, value in saved[1].items()}
+    steps(expected, reference, range(3, 6))
+    failures = []
+    for kind in ("native", "dcp", "plain"):
+        model, opt = fresh()
+        if kind == "native":
+            ckpt.load(path, opt, model)
+        elif kind == "dcp":
+            dcp.load({"model": model, "optim": opt}, checkpoint_id=f"{path}-dcp")
+        else:
+            model.load_state_dict(weights)
+            opt.load_state_dict(saved[0])
+        steps(model, opt, range(3, 6))
+        if wrong := differing(list(expected.parameters()), list(model.parameters())):
+            failures.append(f"{kind}: {wrong}")
+    return failures
+
+
+@pytest.mark.parametrize("precision", [MASTERS, STOCHASTIC])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_that_a_class_keeps_in_16_bits_beside_a_master_stays_so(
+    tmp_path: Path, world_size: int, precision: MixedPrecision
+) -> None:
+    assert run_ranks(frugal, world_size, tmp_path, precision) == [[]] * world_size
 
 
 def test_masters_are_beside_the_state_in_plain_dicts(written: Path, tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from reference.naive_masters import NaiveMasters
 from torch import nn, optim
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 
@@ -22,7 +25,7 @@ from problems import (
     train,
 )
 from ranks import raises_on_every_rank, run_ranks
-from shardstep import ZeroRedundancyOptimizer
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 
 VIEWS = (False, True)
 COMBINATIONS = tuple(itertools.product(LAYOUTS, VIEWS))
@@ -526,6 +529,50 @@ def _another_dtype() -> list[str]:
 
 def test_a_model_may_change_its_dtype_between_steps() -> None:
     assert run_ranks(_another_dtype, 2) == [[], []]
+
+
+def _another_memory_format(with_masters: bool) -> list[str]:
+    """To and fro: elements are numbered as they lie in memory, and so is what is kept of them."""
+    dtype = torch.bfloat16 if with_masters else torch.float32
+
+    def run(make: Any) -> list[torch.Tensor]:
+        shapes = [(5, 7, 3, 3), (130,), (24, 10, 3, 5), (9,)]
+        params = make_params(shapes, dtypes=(dtype,), frozen=())
+        opt = make(params, lr=0.01)
+        formats = {2: torch.channels_last, 5: torch.contiguous_format}
+        for step in range(8):
+            for param in params[::2]:
+                param.data = param.data.to(memory_format=formats.get(step, torch.preserve_format))
+            set_gradients(params, step, missing=False)
+            opt.step()
+        return copies(params)
+
+    if not with_masters:
+        return both(run, optim.Adam)
+
+    def unsharded(params: list[nn.Parameter], **options: Any) -> Any:
+        naive = NaiveMasters([{"params": params}], optim.Adam, **options)
+        return SimpleNamespace(step=lambda: (naive.take_gradients(), naive.step()))
+
+    def sharded(params: list[nn.Parameter], **options: Any) -> Any:
+        policy = MixedPrecision()
+        return ZeroRedundancyOptimizer(params, optim.Adam, precision=policy, **options)
+
+    expected = run(unsharded)
+    failures = []
+    for layout, view in COMBINATIONS:
+        got = run(partial(sharded, layout=layout, parameters_as_bucket_view=view))
+        if wrong := differing(expected, got):
+            failures.append(f"layout {layout}, view {view}: {wrong}")
+    return failures
+
+
+@pytest.mark.parametrize("with_masters", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_model_may_change_its_memory_format_between_steps(
+    world_size: int, with_masters: bool
+) -> None:
+    assert run_ranks(_another_memory_format, world_size, with_masters) == [[]] * world_size
 
 
 def _stale_graphs(with_all_gradients: bool) -> list[str]:

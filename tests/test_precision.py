@@ -276,6 +276,65 @@ def test_what_a_user_writes_to_a_parameter_counts() -> None:
     assert _writes() == []
 
 
+def _zero_written() -> list[int]:
+    """How many elements of each master are not what was written: a zero, where there was another.
+
+    A master that is less than half of the smallest number rounds to a zero with a sign.
+    """
+    params = [nn.Parameter(torch.zeros(numel, dtype=FP16)) for numel in (256, 257, 130, 3, 1)]
+    opt = ZeroRedundancyOptimizer(params, optim.SGD, precision=MASTERS, lr=0.25)
+    for param in params:
+        param.grad = torch.full_like(param, 2.0**-24)
+    opt.step()
+    with torch.no_grad():
+        assert all(param.signbit().all() for param in params)
+        for param in params:
+            param.zero_()
+    masters = [opt.full_master(param) for param in params]
+    return [int(master.count_nonzero()) for master in masters if master is not None]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_zero_of_the_other_sign_is_a_write_wherever_an_element_lies(world_size: int) -> None:
+    assert run_ranks(_zero_written, world_size) == [[0] * 5] * world_size
+
+
+def _moved(with_module: bool) -> list[str]:
+    """Masters of parameters that were given other data, before the next step."""
+    failures = []
+    module = _model()
+    opt = ZeroRedundancyOptimizer(
+        module.parameters(),
+        optim.AdamW,
+        module=module if with_module else None,
+        precision=MASTERS,
+        bucket_bytes=1,
+    )
+    for step in range(2):
+        _given_gradients(module, step)
+        opt.step()
+        opt.zero_grad()
+    module.layers[0].requires_grad_(False)  # another plan is due, which is not there yet
+    for param in module.parameters():
+        param.data = torch.full_like(param, 5.0)
+    given = [param.data_ptr() for param in module.parameters()]
+    for name, param in module.named_parameters():
+        master = opt.full_master(param)
+        if master is not None and not torch.equal(master, torch.full_like(param, 5.0).float()):
+            failures.append(f"full_master({name!r})")
+    opt.consolidate_state_dict()
+    saved = opt.state_dict()["masters"] if opt.rank == 0 else {}
+    failures += [f"master {n}" for n, each in saved.items() if not (each == 5).all()]
+    if [param.data_ptr() for param in module.parameters()] != given:
+        failures.append("looking has moved parameters")
+    return failures
+
+
+@pytest.mark.parametrize("with_module", [False, True])
+def test_masters_are_those_of_the_data_that_parameters_were_given(with_module: bool) -> None:
+    assert run_ranks(_moved, 2, with_module) == [[], []]
+
+
 def test_a_model_that_is_loaded_after_the_optimizer_was_made_is_trained_on() -> None:
     module, source = _model(), _model()
     for param in source.parameters():

@@ -100,6 +100,18 @@ def _hold_back_and_zero_in_place(setup: Setup) -> None:
         setup.finish()
 
 
+def _zero_what_was_held_back_and_step(setup: Setup) -> None:
+    """A gradient of zero, in which nothing was ever sent, is one: weight decay goes on."""
+    for step in range(0, 6, 2):
+        with setup.no_sync():
+            setup.backward(step)
+        clear = setup.module if step else setup.opt
+        clear.zero_grad(set_to_none=False)
+        setup.finish()
+        setup.backward(step + 1)
+        setup.finish()
+
+
 def _zero_in_place_through_the_module(setup: Setup) -> None:
     for step in range(5):
         setup.backward(step)
@@ -211,6 +223,7 @@ TO_THE_BIT: list[Loop] = [
     _no_step_after_backward,
     _zero_in_place,
     _hold_back_and_zero_in_place,
+    _zero_what_was_held_back_and_step,
     _zero_in_place_through_the_module,
     _zero_through_the_module,
     _step_twice_on_the_same_gradients,
@@ -231,7 +244,11 @@ def _run_to_the_bit(overlap: bool) -> list[str]:
         for kind in (SGD, ADAMW)
     ) + failing(
         (f"{loop.__name__}, foreach", unlike_ddp(loop, kind=FOREACH, overlap=overlap))
-        for loop in (_zero_in_place, _hold_back_and_zero_in_place)
+        for loop in (
+            _zero_in_place,
+            _hold_back_and_zero_in_place,
+            _zero_what_was_held_back_and_step,
+        )
     )
 
 

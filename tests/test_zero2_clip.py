@@ -333,6 +333,31 @@ def _clip_without_gradients() -> Tensor:
     return zero.clip(1.0)
 
 
+class _WithNothing(nn.Module):
+    """Has a parameter without elements, which some rank owns nevertheless."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self) -> Tensor:
+        return self.weight.square().sum() + self.nothing.sum()
+
+
+def _clip_with_nothing(dtype: torch.dtype) -> list[float]:
+    module = _WithNothing().to(dtype)
+    opt = ZeroRedundancyOptimizer(module.parameters(), optim.SGD, module=module, lr=0.1)
+    module().backward()
+    return [opt.clip_grad_norm_(100.0, norm_type).item() for norm_type in (torch.inf, 1.0)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_an_empty_parameter_counts_for_nothing_in_any_norm(world_size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert run_ranks(_clip_with_nothing, world_size, dtype) == [[10.0, 30.0]] * world_size
+
+
 def test_without_gradients_the_norm_is_zero() -> None:
     for norm in run_ranks(_clip_without_gradients, 2):
         assert same_bits(norm, torch.tensor(0.0))

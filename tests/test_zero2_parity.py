@@ -162,3 +162,41 @@ def test_all_ranks_start_with_rank_0s_parameters_and_buffers() -> None:
     assert differing(before, after) == []
     assert differing(before, after_there) == []
     assert not same_bits(before[0], before_there[0])
+
+
+class Anchored(optim.Optimizer):
+    """Pulls parameters back to where they were when it was made."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["anchor"] = param.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"])
+                    param.lerp_(self.state[param]["anchor"], 0.5)
+
+
+def _anchors(dtype: torch.dtype) -> list[torch.Tensor]:
+    """What the class has noted down of rank 0's parameters, and where a step leads from there."""
+    torch.manual_seed(5 + torch.distributed.get_rank())
+    model = nn.Linear(30, 40).to(dtype)
+    opt = ZeroRedundancyOptimizer(model.parameters(), Anchored, module=model)
+    start = [param.detach().float() for param in model.parameters()]
+    noted = [opt.full_state(name)["anchor"] for name in ("weight", "bias")]
+    assert differing(start, noted) == []
+    model(torch.ones(2, 30, dtype=dtype)).sum().backward()
+    opt.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_class_that_looks_at_parameters_when_it_is_made_sees_rank_0s(dtype: torch.dtype) -> None:
+    (expected,) = run_ranks(_anchors, 1, dtype)
+    for got in run_ranks(_anchors, 2, dtype):
+        assert differing(expected, got) == []

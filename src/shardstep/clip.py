@@ -40,7 +40,8 @@ def clip_norm(
         RuntimeError: if asked to and the norm is not finite; then on every rank, and before
             anything is scaled.
     """
-    with_grad = [tensor for tensor in tensors if tensor.grad is not None]
+    # Nothing has no largest element: torch would raise, and on the owner of the parameter alone.
+    with_grad = [t for t in tensors if t.grad is not None and t.grad.numel()]
     own = torch.zeros((), dtype=dtype, device=device)
     if with_grad:
         grads = [tensor.grad for tensor in with_grad]

@@ -98,6 +98,8 @@ class _Laid:
     ) -> None:
         self._params = params
         self._dtypes = dtypes
+        # Those of the plan, whatever the parameters have by the time that there is another one.
+        self._strides = {p.param: local_part(params[p.param]).stride() for p in pieces}
         self._stretches: list[_Stretch] = []
         self._found: dict[int, tuple[_Stretch, int]] = {}
         by_bucket: dict[int, list[Piece]] = {}
@@ -143,8 +145,8 @@ class _Laid:
         stretch, offset = self._found[piece.param]
         assert stretch.wide is not None
         if piece.entire:
-            param = local_part(self._params[piece.param])
-            return stretch.wide.as_strided(param.shape, param.stride(), offset)
+            shape = local_part(self._params[piece.param]).shape
+            return stretch.wide.as_strided(shape, self._strides[piece.param], offset)
         return stretch.wide[offset : offset + piece.param_interval.numel]
 
 
@@ -328,14 +330,14 @@ class Copies(_Laid):
 
 def _follow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     """Take over those elements of `narrow` that are not the rounding of `wide`."""
-    rounded = wide.to(narrow.dtype)
-    if wide.device.type == "cpu" and _same_bits(rounded, narrow):
-        return
     bits = {2: torch.int16, 4: torch.int32}.get(narrow.itemsize, torch.uint8)
-    torch.where(rounded.view(bits) == narrow.view(bits), wide, narrow, out=wide)
+    rounded, given = wide.to(narrow.dtype).view(bits), narrow.view(bits)
+    if wide.device.type == "cpu" and _same(rounded, given):
+        return
+    torch.where(rounded == given, wide, narrow, out=wide)
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two flat CPU tensors hold the same; eight bytes at a time if that is possible."""
     fits = all(
         tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0

@@ -15,7 +15,7 @@ from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-d
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from shardstep.agree import agree
+from shardstep.agree import agree, together
 from shardstep.attach import ModuleTie, check_membership, describe_buffers, names_in
 from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.dcp.stateful import (
@@ -49,6 +49,7 @@ from shardstep.report.optimizer import Report, make_report
 from shardstep.rounding import StochasticRounding
 from shardstep.shard import Shard
 from shardstep.state.exchange import move_state
+from shardstep.state.follow import follow_plan
 from shardstep.state.gaps import warn_of_gaps
 from shardstep.state.outside import numbered
 from shardstep.state.plain import (
@@ -208,6 +209,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 lines += describe_buffers(module)
             return plan, head + describe_options(self.optim.param_groups) + lines
 
+        def begin_again() -> None:
+            # What a class notes down of the parameters when it is made is to be of rank 0's.
+            self._shard.take_masters(None)
+            del self._local, self.optim  # not the state of both at once
+            self._local = LocalOptimizer(self.param_groups, self._shard, local)
+            self.optim = self._local.optim
+
         plan = agree(self._comm, "constructing ZeroRedundancyOptimizer", make)
         Joinable.__init__(self)
         self._gather_comm = self._comm
@@ -226,6 +234,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 lambda: self._announce("buffers", list),
             )
             self._tie.share_start()
+            together(self._comm, "constructing ZeroRedundancyOptimizer", begin_again)
         # Schedulers look in `defaults` for what the optimizer knows, such as "betas".
         self.defaults = self.optim.defaults
         self._adopt(plan, self._shard)
@@ -362,6 +371,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         else:
             self._replan("following a change of the parameters", self._plan_now)
 
+    def _follow_data(self) -> None:
+        """Look at the parameters where they are now, if all that has changed is where.
+
+        Nothing is sent, and no parameter is moved: somebody may have just noted where they are.
+        """
+        if self._home.intact():
+            return
+        now = zip(self._specs_now(), self._plan.specs, strict=False)
+        if all(replace(spec, trainable=before.trainable) == before for spec, before in now):
+            self._shard.repoint()
+
     def _unchanged(self) -> bool:
         """Whether the parameters are as and where the plan in force has them."""
         # Parameters in flight are asked without waking them.
@@ -381,12 +401,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         params = parameters(self.param_groups)
 
         def move(states: Mapping[int, Any]) -> dict[int, Any]:
-            return move_state(
+            return follow_plan(
                 self._comm,
-                plan.specs,
-                held=[before.intervals(rank) for rank in range(self.world_size)],
-                wanted=[plan.intervals(rank) for rank in range(self.world_size)],
-                states=states,
+                before,
+                plan,
+                states,
                 device=lambda index, leaf: _beside(params[index], leaf),
             )
 
@@ -876,6 +895,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 taken.groups,
                 self._plan.specs,
                 beside={key: value for key, value in state_dict.items() if key not in OURS},
+                wide=held,  # it was read into what is here, which has the same policy
             )
         else:
             names = [spec.name for spec in self._plan.specs]
@@ -921,6 +941,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         They are the ones in use, not copies, and in step with the parameters.
         """
         self._gather.land()
+        self._follow_data()
         return self._shard.masters()
 
     def _set_masters(self, masters: Mapping[int, torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ class Keeper(Protocol):
     """Who looks after the divided gradients."""
 
     def zero_some(self, params: Sequence[int]) -> None:
-        """Set the gradients of these parameters to zero, on this rank's pieces of them."""
+        """Set the gradients of these parameters to zero: this rank's pieces, and what came in."""
 
     def unscale(
         self, params: Sequence[int], found_inf: torch.Tensor, inv_scale: torch.Tensor
@@ -123,9 +123,7 @@ def _zero(grads: Sequence[ShardedGrad], *_: Any) -> ShardedGrad:
 def _zero_each(grads: Sequence[torch.Tensor], *_: Any) -> None:
     divided = [grad for grad in grads if isinstance(grad, ShardedGrad)]
     for grad in grads:
-        if isinstance(grad, ShardedGrad):
-            grad.incoming = None
-        else:
+        if not isinstance(grad, ShardedGrad):
             grad.zero_()  # not sent yet
     divided[0].keeper.zero_some([grad.param for grad in divided])
 

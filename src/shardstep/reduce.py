@@ -570,7 +570,10 @@ class ShardedGradients:
 
     def _zero_grads(self, params: Sequence[int]) -> None:
         for index in params:
-            self._standing[index].take_incoming()
+            held_back = self._standing[index].take_incoming()
+            if index in self._aside and held_back is not None:
+                # A gradient of zero is one: the parameter is stepped on.
+                self._standing[index].incoming = torch.zeros_like(held_back)
         self._clear(params)
 
     def _clear(self, params: Iterable[int]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -147,6 +147,7 @@ class _Loading:
     match: Match
     states: dict[int, Any] = field(default_factory=dict)
     masters: dict[int, torch.Tensor] = field(default_factory=dict)
+    mastered: set[int] = field(default_factory=set)
     loose: dict[str, Any] = field(default_factory=dict)
     beside: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -169,6 +170,7 @@ class _Loading:
                 if param.state is not None:
                     states[index] = self._state(param, plan.specs[index], held[index], device)
             self.states, self.masters = parted(states)
+            self.mastered = set(self.masters)
             for index, master in match.optimizer._masters().items():
                 stored = None if index in self.masters else match.wide(index)
                 if stored is not None:
@@ -244,6 +246,7 @@ class _Loading:
         def put() -> None:
             # What may fail goes first, each with the way back: code of the user's is run.
             try:
+                match.look_again()
                 if match.optimizer is not None:
                     self._put_state(match.optimizer, undo)
                 for there, (name, old) in match.rest.items():
@@ -299,7 +302,15 @@ class _Loading:
         plan = optimizer.plan
         held = sorted(plan.intervals(optimizer.rank))
         states |= self.states
-        install(local, held, states, self.loose, groups, plan.specs, self.beside)
+        install(local, held, states, self.loose, groups, plan.specs, self.beside, self._wide(held))
+
+    def _wide(self, held: Sequence[int]) -> set[int]:
+        """Those of the parameters whose state is that of a tensor of a wider dtype already."""
+        saved = self.match.checkpoint.contents.optimizer
+        assert saved is not None
+        if saved.rounded:
+            return set(held)
+        return {index for index in held if index not in self.match.found} | self.mastered
 
     def _put_weights(self) -> None:
         """Copy what this rank has read to where it belongs, and send it to the others."""

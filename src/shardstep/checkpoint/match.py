@@ -98,6 +98,11 @@ class Match:
         self._check_memory()
         return hashlib.sha256(repr([self.weights, self.strict]).encode()).hexdigest()
 
+    def look_again(self) -> None:
+        """Find the model's tensors where they are now: the optimizer may have moved parameters."""
+        if self.model is not None:
+            self.targets, _, _ = model_tensors(unwrapped(self.model))
+
     def _match_optimizer(self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer) -> None:
         if self.strict and saved.kind not in (None, kind_of(optimizer)):
             raise CheckpointError(

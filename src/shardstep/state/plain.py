@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,13 +75,16 @@ def load_share(
         if value:
             present.add(index)
         if index in held:
-            mine[index] = _take(value, held[index], spec)
+            mine[index] = take(value, held[index], spec)
     packed = [
         {**group, "params": [index_of[identifier] for identifier in group["params"]]}
         for group in saved_groups
     ]
     beside = {key: value for key, value in state_dict.items() if key not in OURS}
-    install(local, sorted(held), mine, loose, packed, plan.specs, beside)
+    wide = {index_of.get(identifier) for identifier in state_dict.get("masters", ())}
+    if "rounding_step" in state_dict:
+        wide.update(held)
+    install(local, sorted(held), mine, loose, packed, plan.specs, beside, wide)
     return present
 
 
@@ -93,6 +96,7 @@ def install(
     groups: Groups,
     specs: Sequence[ParamSpec],
     beside: Mapping[str, Any],
+    wide: Container[int | None],
 ) -> None:
     """Give the optimizer on some pieces their state, and the options of their groups.
 
@@ -104,6 +108,7 @@ def install(
         groups: the groups of all parameters, with their numbers.
         specs: all parameters.
         beside: what the class has put beside state and groups, for the class to read.
+        wide: the parameters whose state is that of a tensor of a wider dtype, as it will be here.
     """
     # torch numbers the pieces of the local optimizer in the order of its groups.
     numbers = {index: number for number, index in enumerate(held)}
@@ -118,7 +123,8 @@ def install(
     local.load_state_dict({**beside, "state": state, "param_groups": local_groups})
     for part in local.parts if isinstance(local, Mixture) else [local]:
         if _casts_blindly(part):
-            _restore_dtypes(local, part, state, [specs[index].dtype for index in held])
+            dtypes = [None if index in wide else specs[index].dtype for index in held]
+            _restore_dtypes(local, part, state, dtypes)
 
 
 def described_in(state_dict: Mapping[str, Any], groups: Groups) -> list[int]:
@@ -155,7 +161,7 @@ def masters_in(
                 f"parameter has shape {spec.shape}; this state dict belongs to another model"
             )
         if index in held:
-            share[index] = _take(master, held[index], spec)
+            share[index] = take(master, held[index], spec)
     return share
 
 
@@ -187,19 +193,19 @@ def _check(value: Any, spec: ParamSpec) -> None:
             )
 
 
-def _take(value: Any, held: Interval, spec: ParamSpec) -> Any:
-    """What belongs to the elements `held`, in memory of its own."""
+def take(value: Any, held: Interval, spec: ParamSpec) -> Any:
+    """What belongs to the elements `held` of a whole parameter's state, in memory of its own."""
     if isinstance(value, torch.Tensor):
         value = local_part(value)
         if held.numel == spec.numel or value.shape != spec.shape:
             return own_copy(value)
         return flat(value, spec.stride)[held.slice].clone()
     if isinstance(value, Mapping):
-        return {key: _take(item, held, spec) for key, item in value.items()}
+        return {key: take(item, held, spec) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_take(item, held, spec) for item in value)
+        return type(value)(take(item, held, spec) for item in value)
     if isinstance(value, deque):
-        return deque((_take(item, held, spec) for item in value), value.maxlen)
+        return deque((take(item, held, spec) for item in value), value.maxlen)
     return value
 
 
@@ -214,13 +220,17 @@ def _casts_blindly(local: Optimizer) -> bool:
 
 
 def _restore_dtypes(
-    local: Optimizer, part: Optimizer, saved: Mapping[Any, Any], dtypes: Sequence[torch.dtype]
+    local: Optimizer,
+    part: Optimizer,
+    saved: Mapping[Any, Any],
+    dtypes: Sequence[torch.dtype | None],
 ) -> None:
     own = {param for group in part.param_groups for param in group["params"]}
     params = [param for group in local.param_groups for param in group["params"]]
     for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
         if number in saved and param in own:
-            # What was in step with a 16-bit parameter is to be in step with its master now.
+            # What was in step with a 16-bit parameter is to be in step with its master now. With a
+            # master, what has 16 bits has them because the class wants it so.
             cast = dtype if param.dtype != dtype else None
             local.state[param] = _recast(local.state[param], saved[number], cast)
 
