@@ -236,6 +236,48 @@ class GroupNorm(Simple):
         p.sub_(grad / torch.nn.utils.get_total_norm(grads), alpha=group["lr"])
 
 
+class GroupNormOfMatrices(Simple):
+    """The norm of a group's matrices, and of nothing else."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if p.dim() == 2:
+            matrices = [q.grad for q in group["params"] if q.dim() == 2 and q.grad is not None]
+            grad = grad / torch.nn.utils.get_total_norm(matrices)
+        super().update(p, grad, group)
+
+
+class GroupNormForMatrices(GroupNormOfMatrices):
+    """The same, and takes nothing but matrices."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if p.dim() != 2:
+            raise ValueError("not a matrix")
+        super().update(p, grad, group)
+
+
+class LaboriousGroupNorm(GroupNormOfMatrices, Laborious):
+    pass
+
+
+class Stacked(Simple):
+    """Keeps the moments of a group's matrices of one shape together, with the first of them."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        alike = [q for q in group["params"] if q.shape == p.shape and q.grad is not None]
+        if p is alike[0] and p.dim() == 2:
+            state, grads = self.state[p], torch.stack([q.grad for q in alike])
+            moment = state.get("moment")
+            if moment is None or moment.shape != grads.shape:
+                moment = torch.zeros_like(grads)
+            state["moment"] = moment * 0.9 + grads
+            for q, update in zip(alike, state["moment"], strict=True):
+                q.sub_(update / update.norm(), alpha=group["lr"])
+
+
+class LaboriousStack(Stacked, Laborious):
+    pass
+
+
 class Distance(Simple):
     """Learns its step size from all parameters, slowly, and keeps it in the groups."""
 
@@ -404,6 +446,11 @@ EXPECTED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
     (optim.SparseAdam, {}, "per tensor"),
     (GlobalClip, {}, "coupled"),
     (GroupNorm, {}, "coupled"),
+    (GroupNormOfMatrices, {}, "coupled"),
+    (GroupNormForMatrices, {}, "coupled"),
+    (LaboriousGroupNorm, {}, "coupled"),
+    (Stacked, {}, "coupled"),
+    (LaboriousStack, {}, "coupled"),
     (Distance, {}, "coupled"),
     (CountsByParameter, {}, "coupled"),
     (EvaluatesTwice, {}, "coupled"),

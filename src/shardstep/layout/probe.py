@@ -11,10 +11,10 @@ hold them. What comes out is compared to the bit: parameters, state, and what is
   is beyond that, is found out with the random numbers replaced by constants.
 - It cannot be run on what we have for it: it stays *untried*.
 
-Two small matrices take a step or two, which shows most differences; then two larger ones take many
-steps, and some tensors of other sizes and dimensions a few. Classes may treat large tensors
-otherwise: the last are large, and beyond every number among the options that may be the size where
-that begins. Gradients differ in scale from tensor to tensor and from step to step; one is missing
+Two small matrices take a step or two, which shows most differences; then two larger ones, of one
+shape and in one group, take many steps, and some tensors of other sizes and dimensions a few.
+Classes may treat large tensors otherwise: the last are large, and beyond every number among the
+options that may be the size where that begins. Gradients differ in scale from tensor to tensor and from step to step; one is missing
 once, and a closure is passed now and then.
 
 It is to take less than 100 ms (benchmarks/probe.py). So nobody takes a step that cannot change the
@@ -39,6 +39,7 @@ from shardstep.layout.trial import (
     OTHERS,
     SMALL,
     SMALL_OTHERS,
+    TWINS,
     NotTried,
     SeveralEvaluations,
     Shapes,
@@ -177,9 +178,11 @@ def _judge(trial: Trial) -> Verdict:
 def _compare(trial: Trial, watch: bool = True) -> Verdict:
     glance = _glance(trial, watch)
     unlike = glance.unlike if glance else None
-    if glance and (glance.coupled is not None or (unlike is not None and glance.long)):
+    if glance and glance.coupled is not None:
         race, brief = glance, True
-        race.go(DECIDED)
+    elif glance and unlike is not None and glance.long:
+        race, brief = Race(replace(trial, shapes=TWINS), watch, unlike), True
+        race.go(DECIDED - GLANCE)
     else:
         race, brief = Race(trial, watch, unlike), False
         if not race.set_off(STEPS):

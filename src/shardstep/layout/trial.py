@@ -25,7 +25,10 @@ SMALL: Shapes = ((17, 11), (13, 19))
 """What any class takes little time for. A slice is flat, and some classes keep a matrix of as many
 rows as that has elements."""
 
-MATRICES: Shapes = ((33, 22), (24, 37))
+TWINS: Shapes = ((17, 11), (17, 11))
+"""Two of one shape: a class may have more to do with these in common than with others."""
+
+MATRICES: Shapes = ((33, 22), (33, 22))
 """No lengths that are multiples of a vector register's."""
 
 OTHERS: Shapes = ((139,), (), (12, 10, 3, 3))
@@ -37,6 +40,10 @@ SMALL_OTHERS: Shapes = ((99,), (), (6, 5, 3, 3))
 LARGE: Shapes = ((128, 136), (131, 130))
 """Beyond what classes are known to make a difference at: 128 rows or columns, 4,096 elements, a
 multiple of 256 of them."""
+
+DEALT = (SMALL, OTHERS, SMALL_OTHERS)
+"""Which are dealt to all groups. The others lie in one: what a class makes of a group's matrices
+together cannot be seen if each has a group of its own."""
 
 SIZES = range(129, 2**21 + 1)
 """Numbers among the options that may be sizes at which a class makes a difference, and are beyond
@@ -76,7 +83,7 @@ class Trial:
         shapes: of the parameters.
         dtype, device: of the parameters.
         sparse: whether gradients are sparse.
-        num_groups: in how many groups they are.
+        num_groups: how many groups there are.
         closures: when a closure is passed to `step`.
         sizes: numbers of elements, rows or columns at which the class may make a difference.
         notes: what is particular about this way.
@@ -92,6 +99,10 @@ class Trial:
     closures: Closures
     sizes: tuple[int, ...]
     notes: tuple[str, ...]
+
+    def group(self, number: int) -> int:
+        """In which group a tensor is."""
+        return number % self.num_groups if self.shapes in DEALT else 0
 
     @property
     def beyond_sizes(self) -> list[Shapes]:
@@ -251,7 +262,7 @@ class Run:
                 "params": [
                     param
                     for param, (tensor, _) in zip(self.params, parts, strict=True)
-                    if tensor % trial.num_groups == number
+                    if trial.group(tensor) == number
                 ],
             }
             for number in range(trial.num_groups)
@@ -371,7 +382,7 @@ def start(trial: Trial, number: int) -> torch.Tensor:
 def gradient(shapes: Shapes, dtype: torch.dtype, number: int, step: int) -> torch.Tensor | None:
     """The gradient of a tensor at a step. The second tensor has none at one of them."""
     # Small ones may take three steps and no more.
-    if (number, step) == (1, 2 if shapes in (SMALL, SMALL_OTHERS) else 5):
+    if (number, step) == (1, 2 if shapes in (SMALL, TWINS, SMALL_OTHERS) else 5):
         return None
     # Those of all shapes that are tried anyway are worth remembering.
     drawn = _remembered if shapes in (MATRICES, OTHERS, LARGE) else _gradient
