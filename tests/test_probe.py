@@ -22,6 +22,7 @@ from shardstep import ZeroRedundancyOptimizer
 from shardstep.layout.choose import ELEMENT_WISE as KNOWN
 from shardstep.layout.choose import choose, verdict_on
 from shardstep.layout.probe import probe
+from shardstep.layout.same import same_bits
 from shardstep.layout.trial import sizes_among
 
 
@@ -259,6 +260,68 @@ class LaboriousGroupNorm(GroupNormOfMatrices, Laborious):
     pass
 
 
+class SkipsWhatIsNotFinite(Simple):
+    """Takes no step if any gradient is not finite."""
+
+    def before(self) -> None:
+        if not all(bool(grad.isfinite().all()) for grad in self.grads):
+            torch._foreach_zero_(self.grads)
+
+
+class SkipsMatricesNotFinite(SkipsWhatIsNotFinite):
+    """The same, and takes nothing but matrices."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if p.dim() != 2:
+            raise ValueError("not a matrix")
+        super().update(p, grad, group)
+
+
+class SkipsTensorsNotFinite(Simple):
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if grad.isfinite().all():
+            super().update(p, grad, group)
+
+
+class RefusesWhatIsNotFinite(Simple):
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if not grad.isfinite().all():
+            raise ValueError("not finite")
+        super().update(p, grad, group)
+
+
+class SkipsZeros(Simple):
+    """Does not decay what has no gradient."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if grad.any():
+            p.mul_(0.99)
+            super().update(p, grad, group)
+
+
+class StopsAtZero(Simple):
+    """Takes no step if all gradients are zero."""
+
+    def before(self) -> None:
+        self.zero = not any(bool(grad.any()) for grad in self.grads)
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if not self.zero:
+            p.mul_(0.99)
+            super().update(p, grad, group)
+
+
+class SkipsSpikes(Simple):
+    """Takes no step if the norm of all gradients is a hundred times what it was."""
+
+    def before(self) -> None:
+        norm = float(torch.nn.utils.get_total_norm(self.grads))
+        if norm > 100 * getattr(self, "usual", norm):
+            torch._foreach_zero_(self.grads)
+        else:
+            self.usual = norm or 1.0
+
+
 class Stacked(Simple):
     """Keeps the moments of a group's matrices of one shape together, with the first of them."""
 
@@ -449,6 +512,13 @@ EXPECTED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
     (GroupNormOfMatrices, {}, "coupled"),
     (GroupNormForMatrices, {}, "coupled"),
     (LaboriousGroupNorm, {}, "coupled"),
+    (SkipsWhatIsNotFinite, {}, "coupled"),
+    (SkipsMatricesNotFinite, {}, "coupled"),
+    (SkipsTensorsNotFinite, {}, "per tensor"),
+    (RefusesWhatIsNotFinite, {}, "element-wise"),
+    (SkipsZeros, {}, "per tensor"),
+    (StopsAtZero, {}, "coupled"),
+    (SkipsSpikes, {}, "coupled"),
     (Stacked, {}, "coupled"),
     (LaboriousStack, {}, "coupled"),
     (Distance, {}, "coupled"),
@@ -826,3 +896,11 @@ def test_an_optimizer_that_keeps_its_state_elsewhere_is_refused() -> None:
     ]
     with pytest.raises(ValueError, match=message):  # nor as one of several
         ZeroRedundancyOptimizer(groups, torch.optim.SGD, layout="whole")
+
+
+def test_one_nan_is_the_other() -> None:
+    nan, other = torch.tensor([0x7FC00000, 0x7FFF0000], dtype=torch.int32).view(torch.float32)
+    one = torch.tensor([0.0, nan, 1.0])
+    assert same_bits(one, torch.tensor([0.0, other, 1.0]))
+    assert not same_bits(one, torch.tensor([-0.0, other, 1.0]))
+    assert not same_bits(one, torch.tensor([0.0, 1.0, 1.0]))

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardstep.describe import check_optimizer
 from shardstep.mixture import extras
-from shardstep.plan import Interval
+from shardstep.plan import ALIGNMENT, Interval
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -36,6 +36,9 @@ OTHERS: Shapes = ((139,), (), (12, 10, 3, 3))
 
 SMALL_OTHERS: Shapes = ((99,), (), (6, 5, 3, 3))
 """The same for classes that take long."""
+
+PLAIN: Shapes = ((19, 13), (13, 19))
+"""In their place, for classes that take matrices only."""
 
 LARGE: Shapes = ((128, 136), (131, 130))
 """Beyond what classes are known to make a difference at: 128 rows or columns, 4,096 elements, a
@@ -60,6 +63,9 @@ SCALES = (1.0, 20.0, 0.05, 3.0, 0.3)
 
 TURNS = (1.0, 0.2, 4.0)
 """Of the gradients of one step and of the next: norms cross the bounds that they are clipped at."""
+
+ZEROS, SPIKE, NOT_FINITE = 3, 4, 6
+"""At which steps gradients of other shapes are such. What is not finite stays: it comes last."""
 
 SWITCHES = ("capturable", "fused", "foreach", "differentiable")
 """Options that choose between ways to compute the same; not every device has all of them."""
@@ -391,7 +397,20 @@ def gradient(shapes: Shapes, dtype: torch.dtype, number: int, step: int) -> torc
 
 def _gradient(shapes: Shapes, dtype: torch.dtype, number: int, step: int) -> torch.Tensor:
     scale = SCALES[number % len(SCALES)] * TURNS[step % len(TURNS)]
-    return _draw(shapes[number], dtype, number, step) * scale
+    drawn = _draw(shapes[number], dtype, number, step) * scale
+    return _extreme(drawn, number, step) if shapes in (OTHERS, PLAIN) else drawn
+
+
+def _extreme(drawn: torch.Tensor, number: int, step: int) -> torch.Tensor:
+    """The gradient with what most are without: classes leave out what is zero, or not finite."""
+    if step == ZEROS:
+        # All of one tensor, and of the first a slice, but not all.
+        drawn.view(-1)[: -ALIGNMENT // 2 if number == 0 else None] = 0
+    elif step == SPIKE and number == 0:
+        drawn *= 1e5
+    elif step == NOT_FINITE and number == 0:
+        drawn.view(-1)[:2] = torch.tensor([torch.inf, torch.nan])
+    return drawn
 
 
 _remembered = cache(_gradient)
