@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import random
@@ -896,6 +897,64 @@ def test_an_optimizer_that_keeps_its_state_elsewhere_is_refused() -> None:
     ]
     with pytest.raises(ValueError, match=message):  # nor as one of several
         ZeroRedundancyOptimizer(groups, torch.optim.SGD, layout="whole")
+
+
+def made_by_a_function(groups: Any, **options: Any) -> Optimizer:
+    return SaysWhole(groups, **options)
+
+
+@dataclasses.dataclass
+class Recipe:
+    """What cannot be hashed."""
+
+    lr: float
+
+    def __call__(self, groups: Any) -> Optimizer:
+        return SaysWhole(groups, lr=self.lr)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(SaysWhole, lr=0.2),
+        functools.partial(functools.partial(SaysWhole, lr=0.2), lr=0.3),
+        made_by_a_function,
+        lambda groups: SaysWhole(groups),
+        Recipe(0.1),
+    ],
+    ids=["partial", "partial of a partial", "function", "lambda", "object"],
+)
+def test_what_a_class_says_is_believed_however_it_is_made(make: Any) -> None:
+    assert chosen("auto", SaysWhole).layout == "whole"
+    assert chosen("auto", make).layout == "whole"
+    with pytest.raises(ValueError, match="declares it to need 'whole'"):
+        chosen("sliced", make)
+
+
+def test_an_object_that_cannot_be_hashed_may_make_optimizers() -> None:
+    assert chosen("auto", Unhashable()).layout == "sliced"
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, groups: Any, **options: Any) -> Optimizer:
+        return Momentum(groups, **options)
+
+
+def test_a_function_may_make_more_of_a_class_that_is_known() -> None:
+    def clipping(groups: Any) -> Optimizer:
+        opt = optim.SGD(groups, lr=0.1)
+        params = [p for group in opt.param_groups for p in group["params"]]
+
+        def clip(*_: Any) -> None:
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+
+        opt.register_step_pre_hook(clip)
+        return opt
+
+    with pytest.raises(ValueError, match="couples all parameters"):
+        chosen("auto", clipping)
 
 
 def test_one_nan_is_the_other() -> None:
