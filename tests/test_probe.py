@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import logging
 import random
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import torch
 from torch import optim
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardstep.layout.choose
@@ -633,6 +636,24 @@ def test_nothing_is_left_behind(
     assert dict(vars(Leaves)) == own
     assert (Leaves.made, Leaves.names, Leaves.seen) == (0, [], {})
     assert not torch.is_warn_always_enabled()
+
+
+def test_nothing_is_left_behind_by_several_threads() -> None:
+    def found() -> list[Any]:
+        hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+        settings = [torch.get_num_threads(), torch.is_warn_always_enabled(), warnings.filters[:]]
+        return [sys.stdout, sys.stderr, logging.root.manager.disable, hooks, *settings]
+
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        before = found()
+        classes: list[Any] = [Momentum, TrustRatio, Momentum, TrustRatio]
+        with concurrent.futures.ThreadPoolExecutor(len(classes)) as threads:
+            verdicts = list(threads.map(lambda cls: probe(cls, {}, {}).kind, classes))
+        assert verdicts == ["element-wise", "per tensor"] * 2
+        assert found() == before
+    finally:
+        handle.remove()
 
 
 def test_a_tensor_given_as_an_option_is_not_written_to() -> None:

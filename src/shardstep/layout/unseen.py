@@ -1,7 +1,8 @@
 """Runs somebody's optimizer class on the side, so that nothing shows of it afterwards.
 
 Random states, warnings, log lines, printed text, the user's hooks on all optimizers and what the
-class keeps on itself are as they were.
+class keeps on itself are as they were. All of these are the process's: of two threads that did this
+at once, the second would take what the first has put there for what was there before, and leave it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import logging
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
@@ -21,6 +23,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 _OWN = frozenset({object, Optimizer})
+
+_one_thread_at_a_time = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -34,7 +38,7 @@ def unseen(optimizer_class: Any, device: torch.device, by_default: bool = True) 
         by_default: whether tensors are made there unless told otherwise; if not, they are made
             where they are now, as in the user's own steps.
     """
-    with contextlib.ExitStack() as stack:
+    with _one_thread_at_a_time, contextlib.ExitStack() as stack:
         stack.enter_context(_random_states(device))
         stack.enter_context(_class_attributes(optimizer_class))
         for hooks in (
