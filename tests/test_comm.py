@@ -253,6 +253,37 @@ def talk_within_subgroups() -> str:
     return "no error"
 
 
+def steps_between_own_messages() -> tuple[list[float], list[float]]:
+    """Rank 1 is ready for a message that rank 0 sends only after a step and a consolidation."""
+    params = [nn.Parameter(torch.zeros(1000)) for _ in range(3)]
+    opt = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1.0, momentum=0.9)
+    received = []
+    for tag in range(4):
+        # As long as what is gathered: a message of another length makes Gloo end the process.
+        message = torch.full((1536,), float(tag))
+        work = None
+        if dist.get_rank() == 1:
+            message.fill_(-1)
+            work = dist.irecv(message, src=0, tag=tag)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        opt.step()
+        opt.consolidate_state_dict(to=1)
+        if work is None:
+            dist.send(message, dst=1, tag=tag)
+        else:
+            work.wait()
+        received += message.unique().tolist()
+    return received, torch.cat([param.detach() for param in params]).unique().tolist()
+
+
+def test_messages_of_the_user_s_own_are_not_taken_for_ours() -> None:
+    first, second = run_ranks(steps_between_own_messages, 2)
+    assert first[0] == second[0] == [0.0, 1.0, 2.0, 3.0]
+    assert first[1] == second[1]
+    assert len(first[1]) == 1
+
+
 def test_ranks_are_those_of_the_group_and_outsiders_are_refused() -> None:
     for rank, message in enumerate(run_ranks(talk_within_subgroups, 4)):
         assert f"global rank {rank} is not a member of the given process_group" in message

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
 import functools
 import logging
 import random
+import sys
 import warnings
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 import torch
 from torch import optim
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardstep.layout.choose
@@ -22,6 +27,7 @@ from shardstep import ZeroRedundancyOptimizer
 from shardstep.layout.choose import ELEMENT_WISE as KNOWN
 from shardstep.layout.choose import choose, verdict_on
 from shardstep.layout.probe import probe
+from shardstep.layout.same import same_bits
 from shardstep.layout.trial import sizes_among
 
 
@@ -236,6 +242,110 @@ class GroupNorm(Simple):
         p.sub_(grad / torch.nn.utils.get_total_norm(grads), alpha=group["lr"])
 
 
+class GroupNormOfMatrices(Simple):
+    """The norm of a group's matrices, and of nothing else."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if p.dim() == 2:
+            matrices = [q.grad for q in group["params"] if q.dim() == 2 and q.grad is not None]
+            grad = grad / torch.nn.utils.get_total_norm(matrices)
+        super().update(p, grad, group)
+
+
+class GroupNormForMatrices(GroupNormOfMatrices):
+    """The same, and takes nothing but matrices."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if p.dim() != 2:
+            raise ValueError("not a matrix")
+        super().update(p, grad, group)
+
+
+class LaboriousGroupNorm(GroupNormOfMatrices, Laborious):
+    pass
+
+
+class SkipsWhatIsNotFinite(Simple):
+    """Takes no step if any gradient is not finite."""
+
+    def before(self) -> None:
+        if not all(bool(grad.isfinite().all()) for grad in self.grads):
+            torch._foreach_zero_(self.grads)
+
+
+class SkipsMatricesNotFinite(SkipsWhatIsNotFinite):
+    """The same, and takes nothing but matrices."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if p.dim() != 2:
+            raise ValueError("not a matrix")
+        super().update(p, grad, group)
+
+
+class SkipsTensorsNotFinite(Simple):
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if grad.isfinite().all():
+            super().update(p, grad, group)
+
+
+class RefusesWhatIsNotFinite(Simple):
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if not grad.isfinite().all():
+            raise ValueError("not finite")
+        super().update(p, grad, group)
+
+
+class SkipsZeros(Simple):
+    """Does not decay what has no gradient."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if grad.any():
+            p.mul_(0.99)
+            super().update(p, grad, group)
+
+
+class StopsAtZero(Simple):
+    """Takes no step if all gradients are zero."""
+
+    def before(self) -> None:
+        self.zero = not any(bool(grad.any()) for grad in self.grads)
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if not self.zero:
+            p.mul_(0.99)
+            super().update(p, grad, group)
+
+
+class SkipsSpikes(Simple):
+    """Takes no step if the norm of all gradients is a hundred times what it was."""
+
+    def before(self) -> None:
+        norm = float(torch.nn.utils.get_total_norm(self.grads))
+        if norm > 100 * getattr(self, "usual", norm):
+            torch._foreach_zero_(self.grads)
+        else:
+            self.usual = norm or 1.0
+
+
+class Stacked(Simple):
+    """Keeps the moments of a group's matrices of one shape together, with the first of them."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        alike = [q for q in group["params"] if q.shape == p.shape and q.grad is not None]
+        if p is alike[0] and p.dim() == 2:
+            state, grads = self.state[p], torch.stack([q.grad for q in alike])
+            moment = state.get("moment")
+            if moment is None or moment.shape != grads.shape:
+                moment = torch.zeros_like(grads)
+            state["moment"] = moment * 0.9 + grads
+            for q, update in zip(alike, state["moment"], strict=True):
+                q.sub_(update / update.norm(), alpha=group["lr"])
+
+
+class LaboriousStack(Stacked, Laborious):
+    pass
+
+
 class Distance(Simple):
     """Learns its step size from all parameters, slowly, and keeps it in the groups."""
 
@@ -404,6 +514,18 @@ EXPECTED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
     (optim.SparseAdam, {}, "per tensor"),
     (GlobalClip, {}, "coupled"),
     (GroupNorm, {}, "coupled"),
+    (GroupNormOfMatrices, {}, "coupled"),
+    (GroupNormForMatrices, {}, "coupled"),
+    (LaboriousGroupNorm, {}, "coupled"),
+    (SkipsWhatIsNotFinite, {}, "coupled"),
+    (SkipsMatricesNotFinite, {}, "coupled"),
+    (SkipsTensorsNotFinite, {}, "per tensor"),
+    (RefusesWhatIsNotFinite, {}, "element-wise"),
+    (SkipsZeros, {}, "per tensor"),
+    (StopsAtZero, {}, "coupled"),
+    (SkipsSpikes, {}, "coupled"),
+    (Stacked, {}, "coupled"),
+    (LaboriousStack, {}, "coupled"),
     (Distance, {}, "coupled"),
     (CountsByParameter, {}, "coupled"),
     (EvaluatesTwice, {}, "coupled"),
@@ -479,10 +601,19 @@ class Leaves(Simple):
     made = 0
     names: list[str] = []  # noqa: RUF012 - on purpose
     seen: dict[str, int] = {}  # noqa: RUF012
+    counted: Counter[str] = Counter()
+    latest: deque[int] = deque([1, 2, 3], maxlen=3)
+    nested = {"deep": defaultdict(list, at=[[0]])}  # noqa: RUF012
+    total = torch.zeros(2)
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
         Leaves.made += 1
+        Leaves.counted["made"] += 1
+        Leaves.latest.append(Leaves.made)
+        Leaves.nested["deep"]["at"][0].append(Leaves.made)
+        Leaves.nested["deep"]["there"].append([Leaves.made])
+        Leaves.total += 1
         Leaves.names.append("one more")
         Leaves.seen["times"] = Leaves.made
         Leaves.added = True  # type: ignore[attr-defined]
@@ -513,8 +644,28 @@ def test_nothing_is_left_behind(
     assert before[1:] == after[1:]
     assert (calls, warned, caplog.records, tuple(capfd.readouterr())) == ([], [], [], ("", ""))
     assert dict(vars(Leaves)) == own
-    assert (Leaves.made, Leaves.names, Leaves.seen) == (0, [], {})
+    assert (Leaves.made, Leaves.names, Leaves.seen, Leaves.counted) == (0, [], {}, {})
+    assert (Leaves.latest, Leaves.nested) == (deque([1, 2, 3]), {"deep": {"at": [[0]]}})
+    assert Leaves.total.tolist() == [0, 0]
     assert not torch.is_warn_always_enabled()
+
+
+def test_nothing_is_left_behind_by_several_threads() -> None:
+    def found() -> list[Any]:
+        hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+        settings = [torch.get_num_threads(), torch.is_warn_always_enabled(), warnings.filters[:]]
+        return [sys.stdout, sys.stderr, logging.root.manager.disable, hooks, *settings]
+
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        before = found()
+        classes: list[Any] = [Momentum, TrustRatio, Momentum, TrustRatio]
+        with concurrent.futures.ThreadPoolExecutor(len(classes)) as threads:
+            verdicts = list(threads.map(lambda cls: probe(cls, {}, {}).kind, classes))
+        assert verdicts == ["element-wise", "per tensor"] * 2
+        assert found() == before
+    finally:
+        handle.remove()
 
 
 def test_a_tensor_given_as_an_option_is_not_written_to() -> None:
@@ -779,3 +930,69 @@ def test_an_optimizer_that_keeps_its_state_elsewhere_is_refused() -> None:
     ]
     with pytest.raises(ValueError, match=message):  # nor as one of several
         ZeroRedundancyOptimizer(groups, torch.optim.SGD, layout="whole")
+
+
+def made_by_a_function(groups: Any, **options: Any) -> Optimizer:
+    return SaysWhole(groups, **options)
+
+
+@dataclasses.dataclass
+class Recipe:
+    """What cannot be hashed."""
+
+    lr: float
+
+    def __call__(self, groups: Any) -> Optimizer:
+        return SaysWhole(groups, lr=self.lr)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(SaysWhole, lr=0.2),
+        functools.partial(functools.partial(SaysWhole, lr=0.2), lr=0.3),
+        made_by_a_function,
+        lambda groups: SaysWhole(groups),
+        Recipe(0.1),
+    ],
+    ids=["partial", "partial of a partial", "function", "lambda", "object"],
+)
+def test_what_a_class_says_is_believed_however_it_is_made(make: Any) -> None:
+    assert chosen("auto", SaysWhole).layout == "whole"
+    assert chosen("auto", make).layout == "whole"
+    with pytest.raises(ValueError, match="declares it to need 'whole'"):
+        chosen("sliced", make)
+
+
+def test_an_object_that_cannot_be_hashed_may_make_optimizers() -> None:
+    assert chosen("auto", Unhashable()).layout == "sliced"
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, groups: Any, **options: Any) -> Optimizer:
+        return Momentum(groups, **options)
+
+
+def test_a_function_may_make_more_of_a_class_that_is_known() -> None:
+    def clipping(groups: Any) -> Optimizer:
+        opt = optim.SGD(groups, lr=0.1)
+        params = [p for group in opt.param_groups for p in group["params"]]
+
+        def clip(*_: Any) -> None:
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+
+        opt.register_step_pre_hook(clip)
+        return opt
+
+    with pytest.raises(ValueError, match="couples all parameters"):
+        chosen("auto", clipping)
+
+
+def test_one_nan_is_the_other() -> None:
+    nan, other = torch.tensor([0x7FC00000, 0x7FFF0000], dtype=torch.int32).view(torch.float32)
+    one = torch.tensor([0.0, nan, 1.0])
+    assert same_bits(one, torch.tensor([0.0, other, 1.0]))
+    assert not same_bits(one, torch.tensor([-0.0, other, 1.0]))
+    assert not same_bits(one, torch.tensor([0.0, 1.0, 1.0]))

@@ -31,6 +31,7 @@ from shardstep.describe import Given, describe, describe_options, is_trainable, 
 from shardstep.dtensor import describe_part, refuse_dtensors
 from shardstep.gather import Gather, GatherAhead, GatherNow
 from shardstep.gradients import FullGradients, Gradients
+from shardstep.hidden import kept_beside, view_kept
 from shardstep.join import (
     _ZeROJoinHook,
     announced,
@@ -199,6 +200,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._shard = self._shard_of(plan)
             self._local = LocalOptimizer(self.param_groups, self._shard, local)
             self.optim = self._local.optim
+            where = view_kept(self.optim) if self.parameters_as_bucket_view else None
+            if where is not None:
+                raise ValueError(
+                    f"{type(self.optim).__name__} keeps {where}, and parameters are about to move "
+                    "into buckets; leave out parameters_as_bucket_view=True, module= and "
+                    "overlap_with_ddp=True, or have the class make its views when they are needed"
+                )
             head = [
                 f"optimizer class {type(self.optim).__qualname__}",
                 f"overlap_with_ddp={overlap_with_ddp}, module={module is not None}, "
@@ -393,10 +401,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Adopt another plan and move the state to its new owners. Called on every rank.
 
         Raises:
-            RuntimeError: if there are gradients that the next step would miss.
+            RuntimeError: if there are gradients that the next step would miss, or the optimizer
+                keeps something of its parameters where it cannot be moved from.
         """
         self._refuse_to_lose_gradients(what)
-        plan = agree(self._comm, what, make)
+
+        def keep_and_make() -> tuple[ShardPlan, list[str]]:
+            self._refuse_to_lose_state(what)
+            return make()
+
+        plan = agree(self._comm, what, keep_and_make)
         before = self._plan
         params = parameters(self.param_groups)
 
@@ -417,6 +431,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise RuntimeError(
                 f"rank {self.rank}: {what} would lose the gradients that are there for the next "
                 "step; do it before backward, or call zero_grad() first"
+            )
+
+    def _refuse_to_lose_state(self, what: str) -> None:
+        moves = self.world_size > 1 or self.parameters_as_bucket_view
+        where = kept_beside(self.optim) if moves else None
+        if where is not None:
+            raise RuntimeError(
+                f"rank {self.rank}: {what} would lose what {type(self.optim).__name__} keeps of "
+                f"its parameters beside its state ({where}); do it before the optimizer is "
+                "constructed, or construct another one"
             )
 
     def _switch(

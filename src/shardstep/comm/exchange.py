@@ -33,6 +33,10 @@ from shardstep.comm.base import Ledger, Pending
 from shardstep.comm.pending import Then, Works, naming
 from shardstep.plan import Relay, gather_numel_sent, reduce_numel_sent, relay
 
+TAGS = range(1 << 30, 1 << 31)
+"""Tags of messages. One of the user's own in the same group, that one rank is ready to receive and
+another has yet to send, has the tag 0 or some small number, and is not to be taken for ours."""
+
 
 class Exchange:
     """Messages between the ranks of a group.
@@ -51,7 +55,7 @@ class Exchange:
         self._ledger = ledger
         self._rank = dist.get_rank(upwards)
         self._size = dist.get_world_size(upwards)
-        self._tag = 0
+        self._taken = 0
         self._background = Background()
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
@@ -150,9 +154,9 @@ class Exchange:
 
         All are taken when it is launched: when second rounds begin differs from rank to rank.
         """
-        first = self._tag
-        self._tag = (first + rounds) % (1 << 30)
-        return range(first, first + rounds)
+        # Two for each, so that those of one operation never lie at both ends.
+        first, self._taken = self._taken, (self._taken + 2) % len(TAGS)
+        return TAGS[first : first + rounds]
 
     def _round(
         self, tag: int, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]

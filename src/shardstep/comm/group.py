@@ -17,12 +17,15 @@ import torch
 import torch.distributed as dist
 
 from shardstep.comm.base import Comm, Ledger, Pending, SoloComm
-from shardstep.comm.exchange import Exchange
+from shardstep.comm.exchange import TAGS, Exchange
 from shardstep.comm.pending import Then, Works, naming
 
 # torch 2.13 renames these and warns about the old names; 2.11 knows only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+DIRECT = TAGS.start - 1
+"""The tag of what is sent to one rank: not one of a user's (see `TAGS`), nor of an exchange."""
 
 
 class GroupComm:
@@ -140,14 +143,14 @@ class GroupComm:
         wire = data.to(self._meeting_device())
         self.ledger.note("send", wire.numel())
         with naming(f"rank {self.group_rank}: sending to rank {target}"):
-            dist.send(wire, group=self.group, group_dst=target)
+            dist.send(wire, group=self.group, group_dst=target, tag=DIRECT)
 
     def receive(self, data: torch.Tensor, source: int) -> None:
         """Receive flat bytes from group rank `source`."""
         device = self._meeting_device()
         wire = data if data.device == device else torch.empty_like(data, device=device)
         with naming(f"rank {self.group_rank}: receiving from rank {source}"):
-            dist.recv(wire, group=self.group, group_src=source)
+            dist.recv(wire, group=self.group, group_src=source, tag=DIRECT)
         if wire is not data:
             data.copy_(wire)
 

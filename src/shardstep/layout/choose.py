@@ -1,10 +1,12 @@
 """Which layout each group gets: the one asked for, declared, known or found by trying, if right.
 
-A class may say itself what it needs, and is believed: `shardstep_layout = "whole"` or `"sliced"`.
+A class may say itself what it needs, and is believed: `shardstep_layout = "whole"` or `"sliced"`;
+also if it is given as a `functools.partial`, or made by a function.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +21,7 @@ from shardstep.layout.cost import step_cost
 from shardstep.layout.overrides import refuse_overrides
 from shardstep.layout.probe import Verdict, probe
 from shardstep.layout.trial import sizes_among
+from shardstep.layout.unseen import unseen
 from shardstep.mixture import CLASS_KEY, full_name, split_options
 from shardstep.plan import Layout, ParamSpec
 
@@ -229,11 +232,17 @@ def choose(
         raise ValueError(f"layout has to be 'auto', 'sliced' or 'whole', not {layout!r}")
     asked: Layout | None = None if layout == "auto" else layout  # type: ignore[assignment]
     name = name_of(optimizer_class)
-    declared = getattr(optimizer_class, "shardstep_layout", None)
+    refuse_overrides(optimizer_class)
+    plain = _unwrapped(optimizer_class)
+    declared = getattr(plain, "shardstep_layout", None)
+    if declared is None and world_size > 1 and not isinstance(plain, type):
+        made = _made_by(optimizer_class, defaults, group_options)
+        declared = getattr(made, "shardstep_layout", None)
     if declared is not None and declared not in LAYOUTS:
         raise ValueError(f"{name}.shardstep_layout has to be 'sliced' or 'whole', not {declared!r}")
-    refuse_overrides(optimizer_class)
-    known: Layout | None = "sliced" if optimizer_class in ELEMENT_WISE else declared
+    # What a function makes of such a class may have got hooks that change its steps.
+    element_wise = isinstance(plain, type) and plain in ELEMENT_WISE
+    known: Layout | None = "sliced" if element_wise else declared
     if world_size == 1:
         return Choice(asked or known or "whole", "one rank holds everything")
     if known is not None:
@@ -308,10 +317,27 @@ def verdict_on(
     return found
 
 
-def name_of(optimizer_class: Any) -> str:
-    """What to call it in a message."""
+def _unwrapped(optimizer_class: Any) -> Any:
+    """What a `functools.partial` is of; anything else itself."""
     while isinstance(optimizer_class, functools.partial):
         optimizer_class = optimizer_class.func
+    return optimizer_class
+
+
+def _made_by(
+    make: Callable[..., Optimizer], defaults: Mapping[str, Any], group_options: Mapping[str, Any]
+) -> Any:
+    """What a function makes, which may say more than the function; None if it makes nothing."""
+    # What it raises is for the trial to report.
+    with unseen(make, torch.device("cpu")), contextlib.suppress(Exception):
+        param = torch.nn.Parameter(torch.zeros(2, 2))
+        return make([{**group_options, "params": [param]}], **defaults)
+    return None
+
+
+def name_of(optimizer_class: Any) -> str:
+    """What to call it in a message."""
+    optimizer_class = _unwrapped(optimizer_class)
     return str(getattr(optimizer_class, "__name__", type(optimizer_class).__name__))
 
 

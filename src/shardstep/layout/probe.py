@@ -11,11 +11,12 @@ hold them. What comes out is compared to the bit: parameters, state, and what is
   is beyond that, is found out with the random numbers replaced by constants.
 - It cannot be run on what we have for it: it stays *untried*.
 
-Two small matrices take a step or two, which shows most differences; then two larger ones take many
-steps, and some tensors of other sizes and dimensions a few. Classes may treat large tensors
-otherwise: the last are large, and beyond every number among the options that may be the size where
-that begins. Gradients differ in scale from tensor to tensor and from step to step; one is missing
-once, and a closure is passed now and then.
+Two small matrices take a step or two, which shows most differences; then two larger ones, of one
+shape and in one group, take many steps, and some tensors of other sizes and dimensions a few.
+Classes may treat large tensors otherwise: the last are large, and beyond every number among the
+options that may be the size where that begins. Gradients differ in scale from tensor to tensor and
+from step to step; one is missing once, one is zero, one is huge and one not finite; and a closure
+is passed now and then.
 
 It is to take less than 100 ms (benchmarks/probe.py). So nobody takes a step that cannot change the
 verdict (`race`), and a class whose steps take long is left at small tensors.
@@ -37,8 +38,10 @@ from shardstep.layout.race import DECIDED, HEAD, DrawsRandomNumbers, Race
 from shardstep.layout.trial import (
     LARGE,
     OTHERS,
+    PLAIN,
     SMALL,
     SMALL_OTHERS,
+    TWINS,
     NotTried,
     SeveralEvaluations,
     Shapes,
@@ -177,9 +180,11 @@ def _judge(trial: Trial) -> Verdict:
 def _compare(trial: Trial, watch: bool = True) -> Verdict:
     glance = _glance(trial, watch)
     unlike = glance.unlike if glance else None
-    if glance and (glance.coupled is not None or (unlike is not None and glance.long)):
+    if glance and glance.coupled is not None:
         race, brief = glance, True
-        race.go(DECIDED)
+    elif glance and unlike is not None and glance.long:
+        race, brief = Race(replace(trial, shapes=TWINS), watch, unlike), True
+        race.go(DECIDED - GLANCE)
     else:
         race, brief = Race(trial, watch, unlike), False
         if not race.set_off(STEPS):
@@ -233,14 +238,19 @@ def _try_others(race: Race, trial: Trial, watch: bool, brief: bool) -> str | Non
 
     def run(shapes: Shapes) -> str | None:
         other = Race(replace(trial, shapes=shapes), watch, race.unlike)
-        other.go(FEWEST if brief else OTHER_STEPS)
-        race.unlike = other.unlike
+        try:
+            other.go(FEWEST if brief else OTHER_STEPS)
+        finally:
+            race.unlike = other.unlike  # also if it does not go all the way
         return other.coupled
 
     coupled = None
     if not trial.sparse:
-        with contextlib.suppress(NotTried):  # what does not take these shapes is not asked to
-            coupled = run(SMALL_OTHERS if brief else OTHERS)
+        # What does not take some shapes, or gradients that are not finite, is not asked to.
+        for shapes in (SMALL_OTHERS,) if brief else (OTHERS, PLAIN):
+            with contextlib.suppress(NotTried):
+                coupled = run(shapes)
+                break
     for shapes in (LARGE, *trial.beyond_sizes):
         if coupled is None and race.unlike is None:
             # If this does not run here, on another device it may, and may not be element-wise.

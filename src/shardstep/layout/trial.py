@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardstep.describe import check_optimizer
 from shardstep.mixture import extras
-from shardstep.plan import Interval
+from shardstep.plan import ALIGNMENT, Interval
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -25,7 +25,10 @@ SMALL: Shapes = ((17, 11), (13, 19))
 """What any class takes little time for. A slice is flat, and some classes keep a matrix of as many
 rows as that has elements."""
 
-MATRICES: Shapes = ((33, 22), (24, 37))
+TWINS: Shapes = ((17, 11), (17, 11))
+"""Two of one shape: a class may have more to do with these in common than with others."""
+
+MATRICES: Shapes = ((33, 22), (33, 22))
 """No lengths that are multiples of a vector register's."""
 
 OTHERS: Shapes = ((139,), (), (12, 10, 3, 3))
@@ -34,9 +37,16 @@ OTHERS: Shapes = ((139,), (), (12, 10, 3, 3))
 SMALL_OTHERS: Shapes = ((99,), (), (6, 5, 3, 3))
 """The same for classes that take long."""
 
+PLAIN: Shapes = ((19, 13), (13, 19))
+"""In their place, for classes that take matrices only."""
+
 LARGE: Shapes = ((128, 136), (131, 130))
 """Beyond what classes are known to make a difference at: 128 rows or columns, 4,096 elements, a
 multiple of 256 of them."""
+
+DEALT = (SMALL, OTHERS, SMALL_OTHERS)
+"""Which are dealt to all groups. The others lie in one: what a class makes of a group's matrices
+together cannot be seen if each has a group of its own."""
 
 SIZES = range(129, 2**21 + 1)
 """Numbers among the options that may be sizes at which a class makes a difference, and are beyond
@@ -53,6 +63,9 @@ SCALES = (1.0, 20.0, 0.05, 3.0, 0.3)
 
 TURNS = (1.0, 0.2, 4.0)
 """Of the gradients of one step and of the next: norms cross the bounds that they are clipped at."""
+
+ZEROS, SPIKE, NOT_FINITE = 3, 4, 6
+"""At which steps gradients of other shapes are such. What is not finite stays: it comes last."""
 
 SWITCHES = ("capturable", "fused", "foreach", "differentiable")
 """Options that choose between ways to compute the same; not every device has all of them."""
@@ -76,7 +89,7 @@ class Trial:
         shapes: of the parameters.
         dtype, device: of the parameters.
         sparse: whether gradients are sparse.
-        num_groups: in how many groups they are.
+        num_groups: how many groups there are.
         closures: when a closure is passed to `step`.
         sizes: numbers of elements, rows or columns at which the class may make a difference.
         notes: what is particular about this way.
@@ -92,6 +105,10 @@ class Trial:
     closures: Closures
     sizes: tuple[int, ...]
     notes: tuple[str, ...]
+
+    def group(self, number: int) -> int:
+        """In which group a tensor is."""
+        return number % self.num_groups if self.shapes in DEALT else 0
 
     @property
     def beyond_sizes(self) -> list[Shapes]:
@@ -251,7 +268,7 @@ class Run:
                 "params": [
                     param
                     for param, (tensor, _) in zip(self.params, parts, strict=True)
-                    if tensor % trial.num_groups == number
+                    if trial.group(tensor) == number
                 ],
             }
             for number in range(trial.num_groups)
@@ -371,7 +388,7 @@ def start(trial: Trial, number: int) -> torch.Tensor:
 def gradient(shapes: Shapes, dtype: torch.dtype, number: int, step: int) -> torch.Tensor | None:
     """The gradient of a tensor at a step. The second tensor has none at one of them."""
     # Small ones may take three steps and no more.
-    if (number, step) == (1, 2 if shapes in (SMALL, SMALL_OTHERS) else 5):
+    if (number, step) == (1, 2 if shapes in (SMALL, TWINS, SMALL_OTHERS) else 5):
         return None
     # Those of all shapes that are tried anyway are worth remembering.
     drawn = _remembered if shapes in (MATRICES, OTHERS, LARGE) else _gradient
@@ -380,7 +397,20 @@ def gradient(shapes: Shapes, dtype: torch.dtype, number: int, step: int) -> torc
 
 def _gradient(shapes: Shapes, dtype: torch.dtype, number: int, step: int) -> torch.Tensor:
     scale = SCALES[number % len(SCALES)] * TURNS[step % len(TURNS)]
-    return _draw(shapes[number], dtype, number, step) * scale
+    drawn = _draw(shapes[number], dtype, number, step) * scale
+    return _extreme(drawn, number, step) if shapes in (OTHERS, PLAIN) else drawn
+
+
+def _extreme(drawn: torch.Tensor, number: int, step: int) -> torch.Tensor:
+    """The gradient with what most are without: classes leave out what is zero, or not finite."""
+    if step == ZEROS:
+        # All of one tensor, and of the first a slice, but not all.
+        drawn.view(-1)[: -ALIGNMENT // 2 if number == 0 else None] = 0
+    elif step == SPIKE and number == 0:
+        drawn *= 1e5
+    elif step == NOT_FINITE and number == 0:
+        drawn.view(-1)[:2] = torch.tensor([torch.inf, torch.nan])
+    return drawn
 
 
 _remembered = cache(_gradient)
