@@ -9,6 +9,7 @@ import logging
 import random
 import sys
 import warnings
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -600,10 +601,19 @@ class Leaves(Simple):
     made = 0
     names: list[str] = []  # noqa: RUF012 - on purpose
     seen: dict[str, int] = {}  # noqa: RUF012
+    counted: Counter[str] = Counter()  # noqa: RUF012
+    latest: deque[int] = deque([1, 2, 3], maxlen=3)  # noqa: RUF012
+    nested = {"deep": defaultdict(list, at=[[0]])}  # noqa: RUF012
+    total = torch.zeros(2)
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
         Leaves.made += 1
+        Leaves.counted["made"] += 1
+        Leaves.latest.append(Leaves.made)
+        Leaves.nested["deep"]["at"][0].append(Leaves.made)
+        Leaves.nested["deep"]["there"].append([Leaves.made])
+        Leaves.total += 1
         Leaves.names.append("one more")
         Leaves.seen["times"] = Leaves.made
         Leaves.added = True  # type: ignore[attr-defined]
@@ -634,7 +644,9 @@ def test_nothing_is_left_behind(
     assert before[1:] == after[1:]
     assert (calls, warned, caplog.records, tuple(capfd.readouterr())) == ([], [], [], ("", ""))
     assert dict(vars(Leaves)) == own
-    assert (Leaves.made, Leaves.names, Leaves.seen) == (0, [], {})
+    assert (Leaves.made, Leaves.names, Leaves.seen, Leaves.counted) == (0, [], {}, {})
+    assert (Leaves.latest, Leaves.nested) == (deque([1, 2, 3]), {"deep": {"at": [[0]]}})
+    assert Leaves.total.tolist() == [0, 0]
     assert not torch.is_warn_always_enabled()
 
 

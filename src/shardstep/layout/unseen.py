@@ -15,6 +15,7 @@ import random
 import sys
 import threading
 import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
@@ -23,6 +24,9 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 _OWN = frozenset({object, Optimizer})
+
+_MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
+_COLLECTIONS = (list, set, deque)
 
 _one_thread_at_a_time = threading.RLock()
 
@@ -105,34 +109,61 @@ def _silence() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _class_attributes(optimizer_class: Any) -> Iterator[None]:
-    """Puts back what the class and its bases have as attributes, and what is in lists, dicts and
-    sets among these: counters and registers of instances."""
+    """Puts back what the class and its bases have as attributes, and what is in tensors and common
+    containers among these, at any depth: counters and registers of instances."""
     while isinstance(optimizer_class, functools.partial):
         optimizer_class = optimizer_class.func
     bases = optimizer_class.__mro__ if isinstance(optimizer_class, type) else ()
-    kept = [(base, _contents(base)) for base in bases if base not in _OWN]
+    kept = [(base, _attributes(base)) for base in bases if base not in _OWN]
+    contents = _contents([list(before.values()) for _, before in kept])
     try:
         yield
     finally:
         for base, before in kept:
             for name in [name for name in vars(base) if name not in before]:
                 _try(delattr, base, name)
-            for name, (value, inside) in before.items():
+            for name, value in before.items():
                 if vars(base).get(name) is not value:
                     _try(setattr, base, name, value)
-                if type(value) is list:
-                    value[:] = inside
-                elif type(value) in (dict, set):
-                    value.clear()
-                    value.update(inside)
+        for put_back in contents:
+            put_back()
 
 
-def _contents(base: type) -> dict[str, tuple[Any, Any]]:
-    return {
-        name: (value, value.copy() if type(value) in (list, dict, set) else None)
-        for name, value in vars(base).items()
-        if name not in ("__dict__", "__weakref__", "__doc__")
-    }
+def _attributes(base: type) -> dict[str, Any]:
+    own = ("__dict__", "__weakref__", "__doc__")
+    return {name: value for name, value in vars(base).items() if name not in own}
+
+
+def _contents(values: list[Any]) -> list[Callable[[], object]]:
+    """What puts back all that is in these, as it is now."""
+    found: list[Callable[[], object]] = []
+    waiting, seen = values, set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if type(value) in _MAPPINGS:
+            found.append(functools.partial(_refill_mapping, value, dict(value)))
+            waiting.extend(value.values())
+        elif type(value) in _COLLECTIONS:
+            found.append(functools.partial(_refill, value, list(value)))
+            waiting.extend(value)
+        elif type(value) is torch.Tensor:
+            found.append(functools.partial(value.detach().copy_, value.detach().clone()))
+    return found
+
+
+def _refill_mapping(mapping: MutableMapping[Any, Any], inside: dict[Any, Any]) -> None:
+    mapping.clear()
+    for key, value in inside.items():
+        mapping[key] = value
+
+
+def _refill(collection: Any, inside: list[Any]) -> None:
+    collection.clear()
+    add = collection.update if type(collection) is set else collection.extend
+    add(inside)
 
 
 def _try(change: Callable[..., None], *args: Any) -> None:
