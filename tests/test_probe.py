@@ -154,6 +154,16 @@ class NormButOfMatrices(NormOfSome):
         return grad.dim() != 2
 
 
+class TrustsSquares(TrustRatio):
+    """Looks at matrices that have as many rows as columns."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if p.dim() == 2 and p.shape[0] == p.shape[1]:
+            super().update(p, grad, group)
+        else:
+            Simple.update(self, p, grad, group)
+
+
 class StartsLate(Simple):
     """Looks on for ten steps."""
 
@@ -505,6 +515,7 @@ EXPECTED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
     (LaboriousClip, {}, "coupled"),
     (LaboriousLateClip, {}, "coupled"),
     (LaboriousCount, {}, "coupled"),
+    (TrustsSquares, {}, "per tensor"),
     (Hoarder, {}, "per tensor"),
     (MatricesOnly, {}, "per tensor"),
     (GroupDecides, {"normalise": True}, "per tensor"),
