@@ -533,3 +533,64 @@ def test_a_sparse_gradient_of_a_sliced_parameter_is_refused_on_every_rank() -> N
 
 def test_a_sparse_gradient_of_a_whole_parameter_is_taken() -> None:
     run_ranks(step_on_sparse_gradient, 3, "whole", timeout=SECONDS)
+
+
+# --------------------------------------------------------- ranks that have nothing to update
+
+
+class AsksTheFirst(SGD):
+    """Cannot do without parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.where = next(p for group in self.param_groups for p in group["params"]).device
+        return super().step(closure)
+
+
+class WantsClosure(SGD):
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise ValueError("a closure, please")
+        return super().step(closure)
+
+
+def one_step(cls: Any, **options: Any) -> list[float]:
+    params = [p(50), p(9, 9)]
+    opt = ZeroRedundancyOptimizer(params, cls, lr=0.5, **options)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    opt.step(lambda: 0.0)
+    return torch.cat([param.detach().flatten() for param in params]).unique().tolist()
+
+
+@pytest.mark.parametrize("layout", ["auto", "sliced", "whole"])
+def test_a_class_that_cannot_do_without_parameters_is_refused_where_a_rank_has_none(
+    layout: str,
+) -> None:
+    assert run_ranks(one_step, 2, AsksTheFirst, layout=layout) == [[0.5]] * 2
+    match = "has nothing to update, and AsksTheFirst cannot take a step without parameters"
+    raises_on_every_rank(
+        one_step,
+        5,
+        (ValueError, RuntimeError),
+        AsksTheFirst,
+        layout=layout,
+        match=match,
+        timeout=SECONDS,
+    )
+
+
+def test_a_class_that_can_do_without_them_is_not() -> None:
+    assert run_ranks(one_step, 5, SGD) == [[0.5]] * 5
+    assert run_ranks(one_step, 5, WantsClosure) == [[0.5]] * 5
+    groups = run_ranks(step_of_two_classes, 5)
+    assert groups == [groups[0]] * 5
+
+
+def step_of_two_classes() -> list[float]:
+    params = [p(50), p(9, 9)]
+    groups = [{"params": params[:1], "optimizer_class": Adam, "lr": 0.5}, {"params": params[1:]}]
+    opt = ZeroRedundancyOptimizer(groups, SGD, lr=0.5)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    opt.step()
+    return torch.cat([param.detach().flatten() for param in params]).unique().tolist()

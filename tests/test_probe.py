@@ -154,6 +154,16 @@ class NormButOfMatrices(NormOfSome):
         return grad.dim() != 2
 
 
+class TrustsSquares(TrustRatio):
+    """Looks at matrices that have as many rows as columns."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        if p.dim() == 2 and p.shape[0] == p.shape[1]:
+            super().update(p, grad, group)
+        else:
+            Simple.update(self, p, grad, group)
+
+
 class StartsLate(Simple):
     """Looks on for ten steps."""
 
@@ -505,6 +515,7 @@ EXPECTED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
     (LaboriousClip, {}, "coupled"),
     (LaboriousLateClip, {}, "coupled"),
     (LaboriousCount, {}, "coupled"),
+    (TrustsSquares, {}, "per tensor"),
     (Hoarder, {}, "per tensor"),
     (MatricesOnly, {}, "per tensor"),
     (GroupDecides, {"normalise": True}, "per tensor"),
@@ -601,8 +612,8 @@ class Leaves(Simple):
     made = 0
     names: list[str] = []  # noqa: RUF012 - on purpose
     seen: dict[str, int] = {}  # noqa: RUF012
-    counted: Counter[str] = Counter()
-    latest: deque[int] = deque([1, 2, 3], maxlen=3)
+    counted: Counter[str] = Counter()  # noqa: RUF012
+    latest: deque[int] = deque([1, 2, 3], maxlen=3)  # noqa: RUF012
     nested = {"deep": defaultdict(list, at=[[0]])}  # noqa: RUF012
     total = torch.zeros(2)
 

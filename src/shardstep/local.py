@@ -126,6 +126,43 @@ class LocalOptimizer:
         with self._unseen(params):
             self._make([{**group, "params": params}])
 
+    def try_idle(self) -> None:
+        """Find out whether an optimizer can take a step without parameters, before ranks wait for
+        this one, which has none.
+
+        Raises:
+            ValueError: if it cannot, and can with some.
+        """
+        error = self._failure_of_step([[] for _ in self._exposed])
+        if error is None:
+            return
+        some = [[torch.nn.Parameter(torch.zeros(2, 2, device="cpu"))] for _ in self._exposed]
+        for [param] in some:
+            param.grad = torch.zeros_like(param)
+        # What raises anyway is waiting for something else: a closure, or to be told that it trains.
+        if self._failure_of_step(some) is None:
+            raise ValueError(
+                f"this rank has nothing to update, and {type(self.optim).__name__} cannot take a "
+                f"step without parameters ({type(error).__name__}: {error}); use fewer ranks, or "
+                "have it skip groups that are empty"
+            ) from error
+
+    def _failure_of_step(self, params: list[list[torch.nn.Parameter]]) -> Exception | None:
+        """What another optimizer with these options raises in its first step."""
+        classes = self.optim.classes if isinstance(self.optim, Mixture) else None
+        groups = []
+        for number, (group, own) in enumerate(zip(self._exposed, params, strict=True)):
+            options = {k: v for k, v in group.items() if k not in _PER_PARAMETER}
+            if classes is not None and number < len(classes):
+                options[CLASS_KEY] = classes[number]
+            groups.append({**options, "params": own})
+        with self._unseen([]):
+            try:
+                self._make(groups).step()
+            except Exception as error:
+                return error
+        return None
+
     @contextlib.contextmanager
     def _unseen(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """While this lasts, what is done with the optimizer's classes leaves no trace."""

@@ -200,6 +200,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._shard = self._shard_of(plan)
             self._local = LocalOptimizer(self.param_groups, self._shard, local)
             self.optim = self._local.optim
+            if not self._shard.pieces:
+                self._local.try_idle()
             where = view_kept(self.optim) if self.parameters_as_bucket_view else None
             if where is not None:
                 raise ValueError(
@@ -408,7 +410,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         def keep_and_make() -> tuple[ShardPlan, list[str]]:
             self._refuse_to_lose_state(what)
-            return make()
+            plan, lines = make()
+            if next(plan.pieces(self.rank), None) is None:
+                self._local.try_idle()
+            return plan, lines
 
         plan = agree(self._comm, what, keep_and_make)
         before = self._plan

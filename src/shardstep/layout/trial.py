@@ -40,9 +40,9 @@ SMALL_OTHERS: Shapes = ((99,), (), (6, 5, 3, 3))
 PLAIN: Shapes = ((19, 13), (13, 19))
 """In their place, for classes that take matrices only."""
 
-LARGE: Shapes = ((128, 136), (131, 130))
+LARGE: Shapes = ((128, 136), (131, 131))
 """Beyond what classes are known to make a difference at: 128 rows or columns, 4,096 elements, a
-multiple of 256 of them."""
+multiple of 256 of them, as many rows as columns."""
 
 DEALT = (SMALL, OTHERS, SMALL_OTHERS)
 """Which are dealt to all groups. The others lie in one: what a class makes of a group's matrices

@@ -134,9 +134,9 @@ def _attributes(base: type) -> dict[str, Any]:
     return {name: value for name, value in vars(base).items() if name not in own}
 
 
-def _contents(values: list[Any]) -> list[Callable[[], None]]:
+def _contents(values: list[Any]) -> list[Callable[[], object]]:
     """What puts back all that is in these, as it is now."""
-    found: list[Callable[[], None]] = []
+    found: list[Callable[[], object]] = []
     waiting, seen = values, set()
     while waiting:
         value = waiting.pop()
