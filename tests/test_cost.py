@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ class Asks(optim.SGD):
 
 def test_what_is_not_known_costs_nothing_and_what_is_declared_counts() -> None:
     assert step_cost(Declares, {"lr": 0.1}, {}, (30, 7)) == 75
+    assert step_cost(partial(Declares, lr=0.1), {}, {}, (30, 7)) == 75
     assert step_cost(Asks, {"lr": 0.1}, {}, (30, 7)) == 0
     assert step_cost(optim.AdamW, {}, {}, (30, 7)) == 0
     assert step_cost(optim.Muon, {}, {}, (30,)) == 0

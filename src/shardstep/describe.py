@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,13 @@ from shardstep.dtensor import check_placements, local_part
 from shardstep.plan import ParamSpec
 
 Groups = Sequence[Mapping[str, Any]]
+
+
+def class_within(given: Any) -> Any:
+    """The class, or other callable, that a `functools.partial` is of; anything else itself."""
+    while isinstance(given, functools.partial):
+        given = given.func
+    return given
 
 
 def as_list(params: Any) -> list[Any]:

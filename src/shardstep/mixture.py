@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardstep.describe import check_optimizer
+from shardstep.describe import check_optimizer, class_within
 
 CLASS_KEY = "optimizer_class"
 """Under this key a group has its class; once the optimizer is made, the class's full name."""
@@ -28,8 +27,7 @@ def names_a_class(groups: Sequence[Mapping[str, Any]]) -> bool:
 
 def full_name(optimizer_class: Any) -> str:
     """What a class is called in groups and state dicts."""
-    while isinstance(optimizer_class, functools.partial):
-        optimizer_class = optimizer_class.func
+    optimizer_class = class_within(optimizer_class)
     if isinstance(optimizer_class, str):
         return optimizer_class
     where = getattr(optimizer_class, "__module__", "")

@@ -7,7 +7,6 @@ also if it is given as a `functools.partial`, or made by a function.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardstep.describe import class_within
 from shardstep.dtensor import num_parts, refuse_part
 from shardstep.layout.cost import step_cost
 from shardstep.layout.overrides import refuse_overrides
@@ -233,7 +233,7 @@ def choose(
     asked: Layout | None = None if layout == "auto" else layout  # type: ignore[assignment]
     name = name_of(optimizer_class)
     refuse_overrides(optimizer_class)
-    plain = _unwrapped(optimizer_class)
+    plain = class_within(optimizer_class)
     declared = getattr(plain, "shardstep_layout", None)
     if declared is None and world_size > 1 and not isinstance(plain, type):
         made = _made_by(optimizer_class, defaults, group_options)
@@ -317,13 +317,6 @@ def verdict_on(
     return found
 
 
-def _unwrapped(optimizer_class: Any) -> Any:
-    """What a `functools.partial` is of; anything else itself."""
-    while isinstance(optimizer_class, functools.partial):
-        optimizer_class = optimizer_class.func
-    return optimizer_class
-
-
 def _made_by(
     make: Callable[..., Optimizer], defaults: Mapping[str, Any], group_options: Mapping[str, Any]
 ) -> Any:
@@ -337,7 +330,7 @@ def _made_by(
 
 def name_of(optimizer_class: Any) -> str:
     """What to call it in a message."""
-    optimizer_class = _unwrapped(optimizer_class)
+    optimizer_class = class_within(optimizer_class)
     return str(getattr(optimizer_class, "__name__", type(optimizer_class).__name__))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardstep.describe import class_within
 from shardstep.layout.unseen import unseen
 
 STEPS = 2
@@ -33,7 +34,7 @@ def step_cost(
 
     The answer is the same in every process, and nothing that can be seen is left behind.
     """
-    declared = getattr(optimizer_class, "shardstep_cost", None)
+    declared = getattr(class_within(optimizer_class), "shardstep_cost", None)
     if declared is not None:
         return max(0, int(declared(shape)))
     if len(shape) < 2 or 0 in shape:

@@ -7,10 +7,10 @@ and on other ones under those numbers, so it would treat none that way, or the w
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
+from shardstep.describe import class_within
 from shardstep.mixture import CLASS_KEY
 
 
@@ -20,8 +20,7 @@ def refuse_overrides(optimizer_class: Any) -> None:
     Raises:
         ValueError: if it was.
     """
-    while isinstance(optimizer_class, functools.partial):
-        optimizer_class = optimizer_class.func
+    optimizer_class = class_within(optimizer_class)
     library: Any = sys.modules.get("bitsandbytes.optim.optimizer")
     base = getattr(library, "Optimizer8bit", None)
     if base is None or not isinstance(optimizer_class, type):

@@ -23,6 +23,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from shardstep.describe import class_within
+
 _OWN = frozenset({object, Optimizer})
 
 _MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
@@ -111,8 +113,7 @@ def _silence() -> Iterator[None]:
 def _class_attributes(optimizer_class: Any) -> Iterator[None]:
     """Puts back what the class and its bases have as attributes, and what is in tensors and common
     containers among these, at any depth: counters and registers of instances."""
-    while isinstance(optimizer_class, functools.partial):
-        optimizer_class = optimizer_class.func
+    optimizer_class = class_within(optimizer_class)
     bases = optimizer_class.__mro__ if isinstance(optimizer_class, type) else ()
     kept = [(base, _attributes(base)) for base in bases if base not in _OWN]
     contents = _contents([list(before.values()) for _, before in kept])
