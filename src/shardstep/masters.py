@@ -334,6 +334,8 @@ def _follow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     rounded, given = wide.to(narrow.dtype).view(bits), narrow.view(bits)
     if wide.device.type == "cpu" and _same(rounded, given):
         return
+    if narrow.itemsize == 1:
+        narrow = narrow.to(wide.dtype)  # torch does not promote numbers of 8 bits
     torch.where(rounded == given, wide, narrow, out=wide)
 
 
