@@ -177,6 +177,41 @@ def test_weights_reach_parameters_that_loading_has_moved(tmp_path: Path, world_s
     assert run_ranks(into_moving_parameters, world_size, tmp_path) == [[]] * world_size
 
 
+def into_another_memory_format(layout: str) -> list[Any]:
+    """The format changes after the optimizer was made, and before it has taken notice."""
+
+    def fresh() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(5, 7, 3), nn.Conv2d(7, 20, 5)).bfloat16()
+        named = model.named_parameters()
+        return model, ZeroRedundancyOptimizer(
+            named, optim.AdamW, module=model, layout=layout, lr=1e-3
+        )
+
+    expected, reference = fresh()
+    steps(expected, reference, range(3))
+    expected.to(memory_format=torch.channels_last)
+    reference.consolidate_state_dict()
+    saved = [reference.state_dict(), expected.state_dict()] if reference.rank == 0 else [None] * 2
+    if reference.world_size > 1:
+        dist.broadcast_object_list(saved)
+    model, opt = fresh()
+    model.to(memory_format=torch.channels_last)
+    opt.load_state_dict(saved[0])
+    model.load_state_dict(saved[1])
+    for each, its in ((expected, reference), (model, opt)):
+        its.zero_grad()
+        steps(each, its, range(3, 6))
+    parameters = differing(list(expected.parameters()), list(model.parameters()))
+    return parameters + differing(masters(expected, reference), masters(model, opt))
+
+
+@pytest.mark.parametrize("layout", ["sliced", "whole"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_loaded_masters_outlive_a_change_of_memory_format(world_size: int, layout: str) -> None:
+    assert run_ranks(into_another_memory_format, world_size, layout) == [[]] * world_size
+
+
 class Frugal(optim.Optimizer):
     """Keeps its momentum in 16 bits, whatever it steps on."""
 

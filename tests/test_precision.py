@@ -299,6 +299,28 @@ def test_a_zero_of_the_other_sign_is_a_write_wherever_an_element_lies(world_size
     assert run_ranks(_zero_written, world_size) == [[0] * 5] * world_size
 
 
+def _eight_bits() -> Tensor:
+    """Training in 8 bits, and a write to elements that one rank owns."""
+    weight = nn.Parameter(torch.ones(200).to(torch.float8_e4m3fn))
+    opt = ZeroRedundancyOptimizer([weight], optim.SGD, precision=MASTERS, lr=1 / 64)
+    for _ in range(3):
+        weight.grad = torch.ones_like(weight)
+        opt.step()
+    weight.data[:3] = torch.full((3,), 0.5).to(weight.dtype)
+    opt.step()
+    master = opt.full_master(weight)
+    assert master is not None
+    return master
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_user_writes_counts_in_8_bits_too(world_size: int) -> None:
+    expected = torch.full((200,), 1 - 4 / 64)
+    expected[:3] = 0.5 - 1 / 64
+    for got in run_ranks(_eight_bits, world_size):
+        assert torch.equal(got, expected)
+
+
 def _moved(with_module: bool) -> list[str]:
     """Masters of parameters that were given other data, before the next step."""
     failures = []

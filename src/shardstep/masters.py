@@ -230,13 +230,20 @@ class Masters(_Laid):
         return False
 
     def values(self) -> dict[int, torch.Tensor]:
-        """Each master, in step with its parameter."""
-        self.begin()
-        return {
-            piece.param: self.place(piece)
-            for stretch in self._stretches
-            for piece in stretch.pieces
-        }
+        """Each master, in step with its parameter, wherever that lies now.
+
+        A parameter that has another form by now, for which there is no plan yet, is not compared
+        with: what lies where it was is not the parameter any more.
+        """
+        values = {}
+        for stretch in self._stretches:
+            for piece in stretch.pieces:
+                values[piece.param] = master = self.place(piece)
+                param, before = local_part(self._params[piece.param]), self._narrow[piece.param]
+                form = (param.stride(), param.dtype, param.device)
+                if form == (self._strides[piece.param], before.dtype, before.device):
+                    _follow(flat(master), flat(param.data)[piece.param_interval.slice])
+        return values
 
     def take(self, values: Mapping[int, torch.Tensor] | None) -> None:
         """Hold these, or what the parameters hold."""
@@ -334,6 +341,8 @@ def _follow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     rounded, given = wide.to(narrow.dtype).view(bits), narrow.view(bits)
     if wide.device.type == "cpu" and _same(rounded, given):
         return
+    if narrow.itemsize == 1:
+        narrow = narrow.to(wide.dtype)  # torch does not promote numbers of 8 bits
     torch.where(rounded == given, wide, narrow, out=wide)
 
 

@@ -381,17 +381,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         else:
             self._replan("following a change of the parameters", self._plan_now)
 
-    def _follow_data(self) -> None:
-        """Look at the parameters where they are now, if all that has changed is where.
-
-        Nothing is sent, and no parameter is moved: somebody may have just noted where they are.
-        """
-        if self._home.intact():
-            return
-        now = zip(self._specs_now(), self._plan.specs, strict=False)
-        if all(replace(spec, trainable=before.trainable) == before for spec, before in now):
-            self._shard.repoint()
-
     def _unchanged(self) -> bool:
         """Whether the parameters are as and where the plan in force has them."""
         # Parameters in flight are asked without waking them.
@@ -970,7 +959,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         They are the ones in use, not copies, and in step with the parameters.
         """
         self._gather.land()
-        self._follow_data()
         return self._shard.masters()
 
     def _set_masters(self, masters: Mapping[int, torch.Tensor]) -> None:

@@ -596,12 +596,12 @@ class ShardedGradients:
     ) -> torch.Tensor:
         """Take part in clipping. Called on every rank."""
         self.collect()
-        lanes = {lane.shard.dtype for lane in self._lanes}
+        finest = max((lane.shard.dtype.to_real().itemsize for lane in self._lanes), default=0)
         return clip_norm(
             self._comm,
             [tensor for _, tensor in self._shard],
             self._params[0].device,
-            torch.float64 if torch.float64 in lanes else torch.float32,
+            torch.float64 if finest == torch.float64.itemsize else torch.float32,
             max_norm,
             norm_type,
             error_if_nonfinite,
