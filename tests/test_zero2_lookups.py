@@ -378,3 +378,35 @@ def test_buffers_follow_rank_0_or_stay_each_ranks_own_as_under_ddp() -> None:
     assert failures == others == []
     assert int(here[1]) == 5
     assert int(there[1]) == 10
+
+
+class _Remembering(nn.Module):
+    """Buffers that backward needs: one that is replaced, and those of batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)
+        self.register_buffer("scale", torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x))
+        self.scale = 0.5 * self.scale + 0.5 * hidden.detach().abs().mean(dim=0)
+        out: Tensor = self.last(hidden * self.scale)
+        return out
+
+
+def _two_losses(model: Any, step: int) -> Tensor:
+    loss: Tensor = model(noise(step, 6, 16)).square().mean()
+    loss = loss + model(noise(100 + step, 6, 16)).square().mean()
+    return loss
+
+
+def _several_forwards() -> list[int]:
+    problem = Problem(_Remembering, _two_losses)
+    zero, ddp = with_zero(problem.fresh(), SGD), with_ddp(problem.fresh(), SGD)
+    got, expected = ([*train(setup, problem, range(4)), *setup.params] for setup in (zero, ddp))
+    return differing(expected, got)
+
+
+def test_buffers_evened_out_between_two_forwards_and_one_backward_equal_ddp_to_the_bit() -> None:
+    assert run_ranks(_several_forwards, 2) == [[], []]

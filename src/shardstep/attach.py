@@ -129,7 +129,9 @@ class ModuleTie:
         """
         self._apart = False
         if self._broadcast_buffers:
-            broadcast(self._comm, self._module.buffers(), self.source)
+            # `.data`, as under DDP: a backward pass to come may have saved them, and is not to fail
+            # on the ranks that were written to, while the others wait for it.
+            broadcast(self._comm, (buffer.data for buffer in self._module.buffers()), self.source)
 
     def _pre_forward(self, module: torch.nn.Module, args: Any) -> None:
         if not (torch.is_grad_enabled() and module.training):
