@@ -199,6 +199,35 @@ def test_detaching_leaves_a_plain_model_that_trains_on() -> None:
     assert run_ranks(_undo, 2) == [[], []]
 
 
+class _Prompt(nn.Module):
+    """Hands its parameter out as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 4))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+def _prompted(setup: Setup) -> None:
+    for step in range(4):
+        (noise(step, 6, 16) @ setup.model()).square().mean().backward()
+        setup.finish()
+
+
+def _hooks_on_an_output() -> tuple[list[int], list[int]]:
+    zero, ddp = with_zero(_Prompt(), SGD), with_ddp(_Prompt(), SGD)
+    for setup in (zero, ddp):
+        _prompted(setup)
+    hooks = [len(param._backward_hooks or ()) for param in zero.module.parameters()]
+    return differing(ddp.params, zero.params), hooks
+
+
+def test_a_parameter_that_is_the_output_collects_no_hooks() -> None:
+    assert run_ranks(_hooks_on_an_output, 2) == [([], [0])] * 2
+
+
 def _successor() -> list[str]:
     """A second optimizer takes over where the first was detached, and takes its state along."""
     ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)

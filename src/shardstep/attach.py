@@ -148,7 +148,9 @@ class ModuleTie:
     def _post_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             for tensor in _tensors(output):
-                if tensor.requires_grad:
+                # Not on a leaf, such as a parameter that is handed out: it outlives the pass, and
+                # would collect a hook at every one. Nothing of the module lies behind it.
+                if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(self._backward_starts)  # type: ignore[no-untyped-call]
 
     def _backward_starts(self, grad: torch.Tensor) -> None:
