@@ -255,6 +255,48 @@ def test_an_optimizer_can_take_over_from_one_that_was_detached() -> None:
     assert run_ranks(_successor, 2) == [[], []]
 
 
+def _second_optimizer() -> None:
+    first = with_zero(MLP_PROBLEM.fresh(), SGD)
+    train(first, MLP_PROBLEM, range(2))
+    with_zero(first.module.get_submodule("layers"), ADAMW)
+
+
+def test_an_optimizer_beside_one_that_was_not_detached_is_refused() -> None:
+    """Both would take the gradients away, and each would find a part of them."""
+    match = r"'0\.weight' .*another optimizer.*detach\(\)"
+    raises_on_every_rank(_second_optimizer, 2, ValueError, match=match)
+
+
+def _refused_and_trained_on() -> tuple[list[int], list[int]]:
+    zero, ddp = with_zero(MLP_PROBLEM.fresh(), SGD), with_ddp(MLP_PROBLEM.fresh(), SGD)
+    with pytest.raises(ValueError, match="another optimizer"):
+        with_zero(zero.module, ADAMW)
+    for setup in (zero, ddp):
+        train(setup, MLP_PROBLEM, range(3))
+    shared = _SharedFrozen(zero.module), _SharedFrozen(zero.module)
+    zero.module.requires_grad_(False)
+    zero.opt.zero_grad()
+    for module in shared:
+        train(with_zero(module, SGD), MLP_PROBLEM, range(2))
+    return differing(ddp.params, zero.params), [len(zero.module._forward_hooks)]
+
+
+class _SharedFrozen(nn.Module):
+    """A head of its own on a body that others have too."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+def test_what_was_refused_leaves_no_trace_and_frozen_parameters_may_be_shared() -> None:
+    assert run_ranks(_refused_and_trained_on, 2) == [([], [1])] * 2
+
+
 # ------------------------------------------------------------------------------- moving the state
 
 

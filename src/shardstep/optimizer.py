@@ -45,7 +45,7 @@ from shardstep.masters import Copies, Masters, Wide
 from shardstep.mixture import CLASS_KEY, Mixture, extras, names_a_class, no_defaults
 from shardstep.plan import Interval, ParamSpec, Piece, ShardPlan, share
 from shardstep.precision import MixedPrecision, resolve, warn_of_16_bits, widened
-from shardstep.reduce import ShardedGradients
+from shardstep.reduce import ShardedGradients, refuse_watched
 from shardstep.report.optimizer import Report, make_report
 from shardstep.rounding import StochasticRounding
 from shardstep.shard import Shard
@@ -196,6 +196,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Optimizer.__init__(self, given.items(), {})
             if module is not None:
                 check_membership(module, parameters(self.param_groups))
+                refuse_watched((n, p) for n, p in module.named_parameters() if p.requires_grad)
             plan, lines = self._plan_now()
             self._shard = self._shard_of(plan)
             self._local = LocalOptimizer(self.param_groups, self._shard, local)

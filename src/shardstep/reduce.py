@@ -53,6 +53,24 @@ def at_end_of_backward(callback: Callable[[], None]) -> bool:
     return True
 
 
+_watching: weakref.WeakSet[ShardedGradients] = weakref.WeakSet()
+
+
+def refuse_watched(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Make sure that nobody else takes the gradients of these parameters away.
+
+    Raises:
+        ValueError: if somebody does.
+    """
+    watched = {id(param) for gradients in _watching for param in gradients.watched}
+    for name, param in named:
+        if id(param) in watched:
+            raise ValueError(
+                f"parameter {name!r} has its gradient reduced by another optimizer with module=, "
+                "and each of the two would find a part of it; call detach() on that one first"
+            )
+
+
 @dataclass(slots=True)
 class _Lane:
     """One bucket's way through a round.
@@ -152,11 +170,17 @@ class ShardedGradients:
 
     def _watch(self) -> None:
         """Be told when a gradient is there."""
+        _watching.add(self)
         for index in self._trained:
             param: Any = self._params[index]
             if param.requires_grad:
                 hook = param.register_post_accumulate_grad_hook(self._hook(index))
                 self._handles.append(hook)
+
+    @property
+    def watched(self) -> list[torch.Tensor]:
+        """The parameters whose gradients are taken away when they come."""
+        return [self._params[index] for index in self._trained]
 
     # ------------------------------------------------------------------------------- laying out
 
@@ -664,6 +688,7 @@ class ShardedGradients:
         self.zero(set_to_none=True)
         for handle in self._handles:
             handle.remove()
+        _watching.discard(self)
 
 
 def _scale(grad: torch.Tensor, scale: float, view: torch.Tensor) -> None:
