@@ -280,11 +280,12 @@ def test_buffers_that_a_forward_pass_evens_out_reach_ranks_without_data() -> Non
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_the_norm_of_double_precision_gradients_is_in_double_precision() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_the_norm_of_double_precision_gradients_is_in_double_precision(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Linear(40, 30).double()
+    model = torch.nn.Linear(40, 30, dtype=dtype)
     opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
-    model(torch.randn(4, 40).double()).square().mean().backward()
+    model(torch.randn(4, 40).to(dtype)).abs().square().mean().backward()
     grads = [opt.full_grad(param) for param in model.parameters()]
     expected = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
     norm = opt.clip_grad_norm_(1e9)

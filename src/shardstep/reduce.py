@@ -620,7 +620,7 @@ class ShardedGradients:
     ) -> torch.Tensor:
         """Take part in clipping. Called on every rank."""
         self.collect()
-        lanes = {lane.shard.dtype for lane in self._lanes}
+        lanes = {lane.shard.dtype.to_real() for lane in self._lanes}
         return clip_norm(
             self._comm,
             [tensor for _, tensor in self._shard],
