@@ -1024,15 +1024,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "what the other ranks have to shadow"
             )
         Join.notify_join_context(self)
+        assert isinstance(self._gradients, ShardedGradients)
         assert self._tie is not None
-        _, self._tie.source = announced(self._comm, [kind, arguments()])
+        # Nobody is told when gradients are cleared; all act on those that were not.
+        act = [kind, self._gradients.kept(), arguments()]
+        _, self._tie.source = announced(self._comm, act)
 
     def _shadow(self) -> None:
         """Do what the ranks that have data are doing. Called on every rank that has none."""
         assert isinstance(self._gradients, ShardedGradients)
         assert self._tie is not None
         # Buffers follow a rank that still has data to update them with.
-        (kind, arguments), self._tie.source = announced(self._comm, None)
+        (kind, kept, arguments), self._tie.source = announced(self._comm, None)
+        self._gradients.keep(kept)
         acts: dict[str, Callable[..., object]] = {
             "round": self._gradients.shadow_round,
             "clip": self._gradients.shadow_clip,

@@ -272,7 +272,7 @@ class ShardedGradients:
         lane = self._lane_of[index]
         current = self._round
         if current is None:
-            self._announce("round", lambda: [not self._held()])
+            self._announce("round", list)
             current = self._begin()
         if index in current.come:
             if lane < current.launched:
@@ -509,7 +509,7 @@ class ShardedGradients:
         if replaced or not self._collected:
             held = any(grad is not None for grad in grads)
             if self._rounds == 0 or self._unsent or replaced or not held:
-                self._announce("round", lambda: [not self._held()])
+                self._announce("round", list)
                 self.shadow_round()
             self._settle()
             used = self._used_anywhere()
@@ -521,15 +521,18 @@ class ShardedGradients:
             if self._params[piece.param].grad is None:
                 tensor.grad = None
 
-    def shadow_round(self, fresh: bool = False) -> None:
-        """Take part in a round with whatever gradients there are. Called on every rank.
-
-        Args:
-            fresh: whether what came before is to be forgotten, as it was on the other ranks.
-        """
-        if fresh and self._held():
-            self.zero(set_to_none=True)
+    def shadow_round(self) -> None:
+        """Take part in a round with whatever gradients there are. Called on every rank."""
         self._finish_round(self._begin())
+
+    def kept(self) -> list[int]:
+        """The parameters whose gradient was sent and not cleared: the same on every rank."""
+        return sorted(self._kept(self._trained))
+
+    def keep(self, params: Sequence[int]) -> None:
+        """Clear the gradients of all others that were sent, as ranks that have data did."""
+        for index in self._kept(self._trained).difference(params):
+            self._params[index].grad = None
 
     def _used_anywhere(self) -> set[int]:
         """The parameters of this rank's pieces that have a gradient."""
