@@ -320,6 +320,7 @@ class ShardedGradients:
         self._settle()
         if not self._held():
             self._forget()
+        self._fold_used()
         self._collected = False
         current = self._round = _Round([len(lane.params) for lane in self._lanes], set())
         if not self._within:
@@ -425,6 +426,21 @@ class ShardedGradients:
         cuts = range(0, everyone.numel() + 1, size) if size else ()
         if size:
             self._used_elsewhere.append((self._comm.all_gather(everyone, cuts), everyone))
+
+    def _fold_used(self) -> None:
+        """Let one note stand for those of all rounds so far: there may be any number of them."""
+        if len(self._used_elsewhere) < 2:
+            return
+        size = len(self._trained)
+        told = torch.zeros_like(self._used_elsewhere[0][1]).view(-1, size)
+        for number, (pending, flags) in enumerate(self._used_elsewhere):
+            pending.wait()
+            told |= flags.view(-1, size)
+            over = [p for p, at in self._cleared_at.items() if at == number + 1]
+            if over:
+                told[:, [self._trained.index(index) for index in over]] = 0
+        self._used_elsewhere = [(pending, told.view(-1))]
+        self._cleared_at.clear()
 
     def _land(self) -> None:
         oldest = self._in_flight[0]
