@@ -479,6 +479,7 @@ class ShardedGradients:
         before, self._paused = self._paused, True
         # Set here and not where gradients come: on every rank alike, whatever its data.
         self._unsent = True
+        self._collected = False
         try:
             yield
         finally:
