@@ -252,6 +252,18 @@ TO_THE_BIT: list[Loop] = [
 ]
 
 
+def _zero_what_was_held_back_for_the_first_time(setup: Setup) -> None:
+    """Branch 0 had no gradient in the pass that was sent, and one of zeros then."""
+    for step in range(0, 6, 2):
+        setup.model(noise(step, 6, 16), [1]).square().mean().backward()
+        with setup.no_sync():
+            setup.model(noise(step + 1, 6, 16), [0]).square().mean().backward()
+        setup.opt.zero_grad(set_to_none=False)
+        setup.finish()
+        setup.model(noise(step, 6, 16), [0]).square().mean().backward()
+        setup.finish()
+
+
 def _run_to_the_bit(overlap: bool) -> list[str]:
     return failing(
         (f"{loop.__name__}, {kind[0].__name__}", unlike_ddp(loop, kind=kind, overlap=overlap))
@@ -264,6 +276,9 @@ def _run_to_the_bit(overlap: bool) -> list[str]:
             _hold_back_and_zero_in_place,
             _zero_what_was_held_back_and_step,
         )
+    ) + failing(
+        (loop.__name__, unlike_ddp(loop, PROBLEMS["branching"], SGD, overlap=overlap))
+        for loop in (_zero_what_was_held_back_for_the_first_time,)
     )
 
 

@@ -615,8 +615,8 @@ class ShardedGradients:
     def _zero_grads(self, params: Sequence[int]) -> None:
         for index in params:
             held_back = self._standing[index].take_incoming()
-            if index in self._aside and held_back is not None:
-                # A gradient of zero is one: the parameter is stepped on.
+            if held_back is not None:
+                # A gradient of zero is one: the parameter is stepped on, even if no other came.
                 self._standing[index].incoming = torch.zeros_like(held_back)
         self._clear(params)
 
