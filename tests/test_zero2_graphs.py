@@ -522,10 +522,8 @@ def _added_group() -> list[str]:
         for group in setup.opt.param_groups:
             assert any(id(p) in given for p in group["params"])
         losses = train(setup, MLP_PROBLEM, range(2))
+        torch.manual_seed(rank())  # rank 0's values have to become everybody's
         extra = nn.Linear(4, 4)
-        torch.manual_seed(0)
-        nn.init.normal_(extra.weight)
-        nn.init.zeros_(extra.bias)
         module.extra = extra
         setup.opt.add_param_group({"params": list(extra.parameters()), "lr": 0.002})
         problem = Problem(MLP, lambda m, s: extra_loss(m, s))

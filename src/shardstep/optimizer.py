@@ -16,7 +16,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardstep.agree import agree, together
-from shardstep.attach import ModuleTie, check_membership, describe_buffers, names_in
+from shardstep.attach import (
+    ModuleTie,
+    broadcast,
+    check_membership,
+    describe_buffers,
+    names_in,
+)
 from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.dcp.stateful import (
     asked_by_dcp,
@@ -414,6 +420,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         plan = agree(self._comm, what, keep_and_make)
         before = self._plan
         params = parameters(self.param_groups)
+        if self._module is not None:
+            # Those that were added start as all others did.
+            broadcast(self._comm, params[len(before.specs) :], source=0)
 
         def move(states: Mapping[int, Any]) -> dict[int, Any]:
             return follow_plan(
@@ -470,7 +479,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as for any optimizer, and place them.
 
-        Called on every rank, with the same group.
+        Called on every rank, with the same group. With `module`, they start from rank 0's values.
 
         Args:
             param_group: the parameters under `"params"`, and options of their own.
