@@ -265,20 +265,24 @@ def _zero_what_was_held_back_for_the_first_time(setup: Setup) -> None:
 
 
 def _run_to_the_bit(overlap: bool) -> list[str]:
-    return failing(
-        (f"{loop.__name__}, {kind[0].__name__}", unlike_ddp(loop, kind=kind, overlap=overlap))
-        for loop in TO_THE_BIT
-        for kind in (SGD, ADAMW)
-    ) + failing(
-        (f"{loop.__name__}, foreach", unlike_ddp(loop, kind=FOREACH, overlap=overlap))
-        for loop in (
-            _zero_in_place,
-            _hold_back_and_zero_in_place,
-            _zero_what_was_held_back_and_step,
+    return (
+        failing(
+            (f"{loop.__name__}, {kind[0].__name__}", unlike_ddp(loop, kind=kind, overlap=overlap))
+            for loop in TO_THE_BIT
+            for kind in (SGD, ADAMW)
         )
-    ) + failing(
-        (loop.__name__, unlike_ddp(loop, PROBLEMS["branching"], SGD, overlap=overlap))
-        for loop in (_zero_what_was_held_back_for_the_first_time,)
+        + failing(
+            (f"{loop.__name__}, foreach", unlike_ddp(loop, kind=FOREACH, overlap=overlap))
+            for loop in (
+                _zero_in_place,
+                _hold_back_and_zero_in_place,
+                _zero_what_was_held_back_and_step,
+            )
+        )
+        + failing(
+            (loop.__name__, unlike_ddp(loop, PROBLEMS["branching"], SGD, overlap=overlap))
+            for loop in (_zero_what_was_held_back_for_the_first_time,)
+        )
     )
 
 

@@ -17,6 +17,7 @@ from models import (
     ADAMW,
     MLP,
     MLP_PROBLEM,
+    PROBLEMS,
     SGD,
     Branching,
     Problem,
@@ -362,6 +363,28 @@ class _Plainer(_Reaching):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_before_after_or_in_place_equals_not_compiled_to_the_bit(backend: str) -> None:
     assert run_ranks(_compiled, 2, backend, timeout=110) == [[], []]
+
+
+def _compiled_with_buffers() -> list[int]:
+    """Two passes per step outside of `no_sync`: the second evens buffers out first."""
+
+    def run(setup: Setup) -> list[Tensor]:
+        compiles = setup.model is setup.module
+        setup.model = torch.compile(setup.module, backend="eager") if compiles else setup.model
+        losses = []
+        for step in range(3):
+            loss = problem.loss(setup.model, step) + problem.loss(setup.model, 10 + step)
+            loss.backward()
+            setup.finish()
+            losses.append(loss.detach())
+        return losses
+
+    problem = PROBLEMS["conv"]
+    return unlike_ddp(run, problem, SGD)
+
+
+def test_a_compiled_model_with_buffers_equals_ddp_to_the_bit() -> None:
+    assert run_ranks(_compiled_with_buffers, 2) == [[], []]
 
 
 class _PartlyScripted(nn.Module):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from shardstep.buffers import flat, is_dense
 from shardstep.comm import Comm
@@ -133,6 +134,8 @@ class ModuleTie:
             # on the ranks that were written to, while the others wait for it.
             broadcast(self._comm, (buffer.data for buffer in self._module.buffers()), self.source)
 
+    # Collectives are not for torch.compile to trace: it fails on process groups.
+    @_disable_dynamo
     def _pre_forward(self, module: torch.nn.Module, args: Any) -> None:
         if not (torch.is_grad_enabled() and module.training):
             return
