@@ -639,6 +639,21 @@ def test_a_users_own_class_of_parameter_survives_the_flight() -> None:
     assert run_ranks(_own_class, 2) == [[], []]
 
 
+def _forked() -> int:
+    """How a process ends that is forked right behind a step and asks whether it has to wait."""
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    zero.backward(0)
+    zero.opt.step()
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(type(param) is not nn.Parameter for param in zero.module.parameters()))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_process_has_nothing_in_flight_that_could_never_arrive_there() -> None:
+    assert run_ranks(_forked, 2) == [0, 0]
+
+
 # -------------------------------------------------------------------------- reductions in flight
 
 

@@ -26,6 +26,7 @@ gathers are waited for where they are launched.
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import weakref
 from collections import deque
@@ -343,6 +344,15 @@ _METADATA = frozenset(
 
 _alive: weakref.WeakSet[GatherAhead] = weakref.WeakSet()
 _watching = False
+
+
+def _land_all() -> None:
+    for gather in list(_alive):
+        gather.land()
+
+
+# What is in flight arrives in this process: in a forked one, a read would wait forever.
+os.register_at_fork(before=_land_all)
 
 
 def _watch_compiler() -> None:
