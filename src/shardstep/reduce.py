@@ -272,6 +272,7 @@ class ShardedGradients:
         lane = self._lane_of[index]
         current = self._round
         if current is None:
+            self._refuse_strangers()
             self._announce("round", list)
             current = self._begin()
         if index in current.come:
@@ -402,6 +403,17 @@ class ShardedGradients:
         self._start_over(index)
         return grad
 
+    def _refuse_strangers(self) -> None:
+        """Raise if a parameter was given another one's stand-in, which has no numbers to give."""
+        for index in self._trained:
+            grad = self._params[index].grad
+            if isinstance(grad, ShardedGrad) and grad is not self._standing[index]:
+                raise RuntimeError(
+                    f"parameter {self._plan.specs[index].name!r} was given what stands in for the "
+                    f"gradient of parameter {grad.param_name!r}, which lies divided among the "
+                    f"ranks; give it optimizer.full_grad({grad.param_name!r}), called on every rank"
+                )
+
     def _start_over(self, index: int) -> None:
         """Whatever came before for this parameter is not to count any more."""
         self._used_here.discard(index)
@@ -521,6 +533,7 @@ class ShardedGradients:
         there counts, as for any optimizer.
         """
         self._end_what_began()
+        self._refuse_strangers()
         grads = [self._params[index].grad for index in self._trained]
         replaced = any(grad is not None and not isinstance(grad, ShardedGrad) for grad in grads)
         if replaced or not self._collected:
