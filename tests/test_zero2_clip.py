@@ -232,7 +232,9 @@ def _handed_on() -> list[str]:
                 act()
                 failures.append(f"{name} was done")
             except RuntimeError as error:
-                if not re.search(r"layers\.1\.weight.*full_grad\('layers\.2\.weight'\)", str(error)):
+                if not re.search(
+                    r"layers\.1\.weight.*full_grad\('layers\.2\.weight'\)", str(error)
+                ):
                     failures.append(f"{name}: {error}")
             zero.opt.zero_grad()
             other.opt.zero_grad()

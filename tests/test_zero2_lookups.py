@@ -267,6 +267,15 @@ def test_an_optimizer_beside_one_that_was_not_detached_is_refused() -> None:
     raises_on_every_rank(_second_optimizer, 2, ValueError, match=match)
 
 
+def _added_to_a_second() -> None:
+    first, second = (with_zero(MLP_PROBLEM.fresh(), SGD) for _ in range(2))
+    second.opt.add_param_group({"params": list(first.module.parameters())})
+
+
+def test_parameters_of_one_that_was_not_detached_cannot_be_added_to_another() -> None:
+    raises_on_every_rank(_added_to_a_second, 2, ValueError, match=r"another optimizer.*detach\(\)")
+
+
 def _refused_and_trained_on() -> tuple[list[int], list[int]]:
     zero, ddp = with_zero(MLP_PROBLEM.fresh(), SGD), with_ddp(MLP_PROBLEM.fresh(), SGD)
     with pytest.raises(ValueError, match="another optimizer"):

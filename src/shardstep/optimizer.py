@@ -498,6 +498,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             with no_defaults(self):
                 super(ZeroRedundancyOptimizer, self).add_param_group(param_group)
             plan, lines = self._plan_now()
+            if self._module is not None:
+                named = zip(
+                    [s.name for s in plan.specs], parameters(self.param_groups), strict=True
+                )
+                added = list(named)[len(self._params) :]
+                refuse_watched((n, p) for n, p in added if p.requires_grad)
             self._local.try_group(self.param_groups[-1])
             return plan, describe_options(self.param_groups[-1:]) + lines
 
