@@ -218,6 +218,22 @@ def _step_on_what_was_held_back_alone(setup: Setup) -> None:
             setup.opt.zero_grad(set_to_none=False)
 
 
+def _look_and_step_while_holding_back(setup: Setup) -> None:
+    """As above, all ranks have the same batches."""
+
+    def backward(step: int) -> None:
+        setup.model(noise(step, 6, 16, of=0)).square().mean().backward()
+
+    for step in range(0, 9, 3):
+        with setup.no_sync():
+            backward(step)
+            setup.clip(1e9)
+            backward(step + 1)
+            setup.opt.step()
+            backward(step + 2)
+        setup.finish()
+
+
 def _partial_backward(setup: Setup) -> None:
     """Only some parameters are asked for."""
     last = setup.module.get_submodule("layers.4")
@@ -249,6 +265,7 @@ TO_THE_BIT: list[Loop] = [
     _replace_by_hand,
     _partial_backward,
     _step_on_what_was_held_back_alone,
+    _look_and_step_while_holding_back,
 ]
 
 

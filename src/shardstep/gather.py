@@ -17,11 +17,11 @@ way too.
 
 What Python does not see, it cannot stop. A kernel that is handed a parameter straight from C++ is
 covered by a hook on the module that owns the parameter; one that is called outside of that module's
-forward, a function transform or DLPack export applied to the parameter itself, another tensor on the
-same memory that was taken before the launch, and the replay of a CUDA graph are not: construct the
-optimizer with `overlap=False` for those. Compiled and scripted
-code reads parameters without Python: from the first compilation on, and for a scripted module,
-gathers are waited for where they are launched.
+forward, a function transform or DLPack export applied to the parameter itself, another tensor on
+the same memory that was taken before the launch, and the replay of a CUDA graph are not: construct
+the optimizer with `overlap=False` for those. Compiled and scripted code reads parameters without
+Python: from the first compilation on, and for a scripted module, gathers are waited for where they
+are launched.
 """
 
 from __future__ import annotations

@@ -347,7 +347,7 @@ class ShardedGradients:
                 self._launch(current)
             self._tell_used()
             self._round = None
-            self._unsent = False
+            self._unsent = self._paused  # more may come that is held back
             self._rounds += 1
 
     def _launch(self, current: _Round) -> None:
@@ -545,7 +545,7 @@ class ShardedGradients:
             used = self._used_anywhere()
             for piece, tensor in self._shard:
                 tensor.grad = self._grads[piece.param] if piece.param in used else None
-            self._collected = True
+            self._collected = not self._paused
         for piece, tensor in self._shard:
             # Cleared by hand, for this step to leave the parameter alone.
             if self._params[piece.param].grad is None:
