@@ -20,8 +20,8 @@ covered by a hook on the module that owns the parameter; one that is called outs
 forward, a function transform or DLPack export applied to the parameter itself, another tensor on
 the same memory that was taken before the launch, and the replay of a CUDA graph are not: construct
 the optimizer with `overlap=False` for those. Compiled and scripted code reads parameters without
-Python: from the first compilation on, and for a scripted module, gathers are waited for where they
-are launched.
+Python: from the first compilation or trace on, and for a scripted module, gathers are waited for
+where they are launched.
 """
 
 from __future__ import annotations
@@ -159,6 +159,8 @@ class GatherAhead:
 
     def _before_forward(self, buckets: list[int]) -> Any:
         def wait_for_own(module: torch.nn.Module, args: Any) -> None:
+            if torch._C._is_tracing():
+                self.stay()  # the trace will read parameters without Python
             if self._in_flight:
                 for number in buckets:
                     self._land_bucket(number)
