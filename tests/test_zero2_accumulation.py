@@ -204,6 +204,36 @@ def _replace_by_hand(setup: Setup) -> None:
         setup.finish()
 
 
+def _step_on_what_was_held_back_alone(setup: Setup) -> None:
+    """Under DDP these are each rank's own: all ranks have the same batches here."""
+    for step in range(6):
+        with setup.no_sync():
+            setup.model(noise(step, 6, 16, of=0)).square().mean().backward()
+        if step == 2:
+            setup.clip(1e9)
+            with setup.no_sync():
+                setup.model(noise(9, 6, 16, of=0)).square().mean().backward()
+        setup.opt.step()
+        if step < 4:
+            setup.opt.zero_grad(set_to_none=False)
+
+
+def _look_and_step_while_holding_back(setup: Setup) -> None:
+    """As above, all ranks have the same batches."""
+
+    def backward(step: int) -> None:
+        setup.model(noise(step, 6, 16, of=0)).square().mean().backward()
+
+    for step in range(0, 9, 3):
+        with setup.no_sync():
+            backward(step)
+            setup.clip(1e9)
+            backward(step + 1)
+            setup.opt.step()
+            backward(step + 2)
+        setup.finish()
+
+
 def _partial_backward(setup: Setup) -> None:
     """Only some parameters are asked for."""
     last = setup.module.get_submodule("layers.4")
@@ -234,20 +264,41 @@ TO_THE_BIT: list[Loop] = [
     _clear_some_by_hand,
     _replace_by_hand,
     _partial_backward,
+    _step_on_what_was_held_back_alone,
+    _look_and_step_while_holding_back,
 ]
 
 
+def _zero_what_was_held_back_for_the_first_time(setup: Setup) -> None:
+    """Branch 0 had no gradient in the pass that was sent, and one of zeros then."""
+    for step in range(0, 6, 2):
+        setup.model(noise(step, 6, 16), [1]).square().mean().backward()
+        with setup.no_sync():
+            setup.model(noise(step + 1, 6, 16), [0]).square().mean().backward()
+        setup.opt.zero_grad(set_to_none=False)
+        setup.finish()
+        setup.model(noise(step, 6, 16), [0]).square().mean().backward()
+        setup.finish()
+
+
 def _run_to_the_bit(overlap: bool) -> list[str]:
-    return failing(
-        (f"{loop.__name__}, {kind[0].__name__}", unlike_ddp(loop, kind=kind, overlap=overlap))
-        for loop in TO_THE_BIT
-        for kind in (SGD, ADAMW)
-    ) + failing(
-        (f"{loop.__name__}, foreach", unlike_ddp(loop, kind=FOREACH, overlap=overlap))
-        for loop in (
-            _zero_in_place,
-            _hold_back_and_zero_in_place,
-            _zero_what_was_held_back_and_step,
+    return (
+        failing(
+            (f"{loop.__name__}, {kind[0].__name__}", unlike_ddp(loop, kind=kind, overlap=overlap))
+            for loop in TO_THE_BIT
+            for kind in (SGD, ADAMW)
+        )
+        + failing(
+            (f"{loop.__name__}, foreach", unlike_ddp(loop, kind=FOREACH, overlap=overlap))
+            for loop in (
+                _zero_in_place,
+                _hold_back_and_zero_in_place,
+                _zero_what_was_held_back_and_step,
+            )
+        )
+        + failing(
+            (loop.__name__, unlike_ddp(loop, PROBLEMS["branching"], SGD, overlap=overlap))
+            for loop in (_zero_what_was_held_back_for_the_first_time,)
         )
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from models import (
     furthest,
     noise,
     rank,
+    train,
     with_ddp,
     with_zero,
 )
@@ -207,6 +209,43 @@ def _refused() -> list[str]:
 
 def test_whatever_would_see_a_part_of_a_gradient_raises_and_names_what_to_call() -> None:
     assert run_ranks(_refused, 2) == [[], []]
+
+
+def _handed_on() -> list[str]:
+    """One parameter is given what stands in another one's `grad`; its numbers are not in it."""
+    zero, other = (with_zero(MLP_PROBLEM.fresh(), SGD) for _ in range(2))
+    target = zero.module.get_parameter("layers.1.weight")
+    sources = [setup.module.get_parameter("layers.2.weight") for setup in (zero, other)]
+    acts: dict[str, Callable[[], object]] = {
+        "step": zero.opt.step,
+        "clip": lambda: zero.clip(1.0),
+        "full_grad": lambda: zero.opt.full_grad("layers.2.weight"),
+        "backward": lambda: zero.backward(1),
+    }
+    failures = []
+    for source in sources:
+        for name, act in acts.items():
+            zero.backward(0)
+            other.backward(0)
+            target.grad = source.grad
+            try:
+                act()
+                failures.append(f"{name} was done")
+            except RuntimeError as error:
+                if not re.search(
+                    r"layers\.1\.weight.*full_grad\('layers\.2\.weight'\)", str(error)
+                ):
+                    failures.append(f"{name}: {error}")
+            zero.opt.zero_grad()
+            other.opt.zero_grad()
+    reference = with_ddp(MLP_PROBLEM.fresh(), SGD)
+    for setup in (zero, reference):
+        train(setup, MLP_PROBLEM, range(2))
+    return failures + [f"harm {n}" for n in differing(reference.params, zero.params)]
+
+
+def test_a_stand_in_is_not_taken_for_the_gradient_of_another_parameter() -> None:
+    assert run_ranks(_handed_on, 2) == [[], []]
 
 
 # ----------------------------------------------------------------------------------- GradScaler

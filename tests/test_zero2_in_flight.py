@@ -10,6 +10,7 @@ import pickle
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -637,6 +638,41 @@ def _with_marked() -> nn.Module:
 
 def test_a_users_own_class_of_parameter_survives_the_flight() -> None:
     assert run_ranks(_own_class, 2) == [[], []]
+
+
+def _traced() -> tuple[bool, str]:
+    """A trace that was made of the model reads parameters without Python from then on."""
+    put_behind_the_door(_Late)
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    train(zero, MLP_PROBLEM, range(1))
+    x = noise(1, 6, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(zero.module, x)
+    zero.backward(1)
+    zero.opt.step()
+    with torch.no_grad():
+        out = traced(x)
+    return bool(out.isnan().any()), str(differing([zero.module(x).detach()], [out]))
+
+
+def test_a_trace_of_the_model_sees_no_old_values() -> None:
+    assert run_ranks(_traced, 2) == [(False, "[]")] * 2
+
+
+def _forked() -> int:
+    """How a process ends that is forked right behind a step and asks whether it has to wait."""
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    zero.backward(0)
+    zero.opt.step()
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(type(param) is not nn.Parameter for param in zero.module.parameters()))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_process_has_nothing_in_flight_that_could_never_arrive_there() -> None:
+    assert run_ranks(_forked, 2) == [0, 0]
 
 
 # -------------------------------------------------------------------------- reductions in flight

@@ -4,7 +4,7 @@ ranks, go on owning their part of the state, and have the model of all others in
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -260,6 +260,57 @@ def test_without_a_process_group_join_is_not_needed() -> None:
     opt.step()
 
 
+def _partly_cleared(when: str) -> float:
+    """Some gradients are cleared by hand, and not by `zero_grad`; the first rank has less data."""
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    module = copy.deepcopy(zero.module)
+    plain = SGD[0](module.parameters(), **SGD[1])
+    ranks = range(world_size())
+
+    def turn(model: nn.Module, step: int, of: Sequence[int], opt: Any) -> None:
+        loss = sum(_mlp_loss(model, step, each) for each in of)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        if when != "before the step":
+            model.get_submodule("layers.0").zero_grad()
+            model.get_parameter("layers.3.weight").grad = None
+            if when == "before clipping":
+                clip(opt, 0.01)
+            loss = sum(_mlp_loss(model, step + 100, each) for each in of)
+            assert isinstance(loss, Tensor)
+            loss.backward()
+        model.get_submodule("layers.1").zero_grad()
+        opt.step()
+        opt.zero_grad()
+
+    def clip(opt: Any, max_norm: float) -> None:
+        if opt is plain:
+            nn.utils.clip_grad_norm_(module.parameters(), max_norm * world_size())
+        else:
+            opt.clip_grad_norm_(max_norm)
+
+    with Join([zero.opt]):
+        for step in range(_num_inputs(rank(), reverse=False)):
+            turn(zero.module, step, [rank()], zero.opt)
+    # Gradients are summed over ranks here, and divided when they are stepped on.
+    plain.register_step_pre_hook(lambda *_: _divide(module.parameters()))
+    for step in range(max(_num_inputs(of, reverse=False) for of in ranks)):
+        active = [of for of in ranks if _num_inputs(of, reverse=False) > step]
+        turn(module, step, active, plain)
+    return furthest(copies(module.parameters()), zero.params)
+
+
+def _divide(params: Iterable[Tensor]) -> None:
+    for param in params:
+        if param.grad is not None:
+            param.grad /= world_size()
+
+
+@pytest.mark.parametrize("when", ["before another backward", "before clipping", "before the step"])
+def test_ranks_without_data_forget_the_gradients_that_others_clear_by_hand(when: str) -> None:
+    assert max(run_ranks(_partly_cleared, 3, when)) < 1e-5
+
+
 def _buffers_in_forward() -> list[torch.Tensor]:
     """Two passes per step outside of `no_sync`: the second evens buffers out, everywhere."""
     torch.manual_seed(0)
@@ -280,11 +331,12 @@ def test_buffers_that_a_forward_pass_evens_out_reach_ranks_without_data() -> Non
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_the_norm_of_double_precision_gradients_is_in_double_precision() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_the_norm_of_double_precision_gradients_is_in_double_precision(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Linear(40, 30).double()
+    model = torch.nn.Linear(40, 30, dtype=dtype)
     opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
-    model(torch.randn(4, 40).double()).square().mean().backward()
+    model(torch.randn(4, 40).to(dtype)).abs().square().mean().backward()
     grads = [opt.full_grad(param) for param in model.parameters()]
     expected = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
     norm = opt.clip_grad_norm_(1e9)

@@ -199,6 +199,35 @@ def test_detaching_leaves_a_plain_model_that_trains_on() -> None:
     assert run_ranks(_undo, 2) == [[], []]
 
 
+class _Prompt(nn.Module):
+    """Hands its parameter out as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 4))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+def _prompted(setup: Setup) -> None:
+    for step in range(4):
+        (noise(step, 6, 16) @ setup.model()).square().mean().backward()
+        setup.finish()
+
+
+def _hooks_on_an_output() -> tuple[list[int], list[int]]:
+    zero, ddp = with_zero(_Prompt(), SGD), with_ddp(_Prompt(), SGD)
+    for setup in (zero, ddp):
+        _prompted(setup)
+    hooks = [len(param._backward_hooks or ()) for param in zero.module.parameters()]
+    return differing(ddp.params, zero.params), hooks
+
+
+def test_a_parameter_that_is_the_output_collects_no_hooks() -> None:
+    assert run_ranks(_hooks_on_an_output, 2) == [([], [0])] * 2
+
+
 def _successor() -> list[str]:
     """A second optimizer takes over where the first was detached, and takes its state along."""
     ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
@@ -224,6 +253,57 @@ def _consolidated(opt: Any) -> Any:
 
 def test_an_optimizer_can_take_over_from_one_that_was_detached() -> None:
     assert run_ranks(_successor, 2) == [[], []]
+
+
+def _second_optimizer() -> None:
+    first = with_zero(MLP_PROBLEM.fresh(), SGD)
+    train(first, MLP_PROBLEM, range(2))
+    with_zero(first.module.get_submodule("layers"), ADAMW)
+
+
+def test_an_optimizer_beside_one_that_was_not_detached_is_refused() -> None:
+    """Both would take the gradients away, and each would find a part of them."""
+    match = r"'0\.weight' .*another optimizer.*detach\(\)"
+    raises_on_every_rank(_second_optimizer, 2, ValueError, match=match)
+
+
+def _added_to_a_second() -> None:
+    first, second = (with_zero(MLP_PROBLEM.fresh(), SGD) for _ in range(2))
+    second.opt.add_param_group({"params": list(first.module.parameters())})
+
+
+def test_parameters_of_one_that_was_not_detached_cannot_be_added_to_another() -> None:
+    raises_on_every_rank(_added_to_a_second, 2, ValueError, match=r"another optimizer.*detach\(\)")
+
+
+def _refused_and_trained_on() -> tuple[list[int], list[int]]:
+    zero, ddp = with_zero(MLP_PROBLEM.fresh(), SGD), with_ddp(MLP_PROBLEM.fresh(), SGD)
+    with pytest.raises(ValueError, match="another optimizer"):
+        with_zero(zero.module, ADAMW)
+    for setup in (zero, ddp):
+        train(setup, MLP_PROBLEM, range(3))
+    shared = _SharedFrozen(zero.module), _SharedFrozen(zero.module)
+    zero.module.requires_grad_(False)
+    zero.opt.zero_grad()
+    for module in shared:
+        train(with_zero(module, SGD), MLP_PROBLEM, range(2))
+    return differing(ddp.params, zero.params), [len(zero.module._forward_hooks)]
+
+
+class _SharedFrozen(nn.Module):
+    """A head of its own on a body that others have too."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+def test_what_was_refused_leaves_no_trace_and_frozen_parameters_may_be_shared() -> None:
+    assert run_ranks(_refused_and_trained_on, 2) == [([], [1])] * 2
 
 
 # ------------------------------------------------------------------------------- moving the state
@@ -378,3 +458,35 @@ def test_buffers_follow_rank_0_or_stay_each_ranks_own_as_under_ddp() -> None:
     assert failures == others == []
     assert int(here[1]) == 5
     assert int(there[1]) == 10
+
+
+class _Remembering(nn.Module):
+    """Buffers that backward needs: one that is replaced, and those of batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)
+        self.register_buffer("scale", torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x))
+        self.scale = 0.5 * self.scale + 0.5 * hidden.detach().abs().mean(dim=0)
+        out: Tensor = self.last(hidden * self.scale)
+        return out
+
+
+def _two_losses(model: Any, step: int) -> Tensor:
+    loss: Tensor = model(noise(step, 6, 16)).square().mean()
+    loss = loss + model(noise(100 + step, 6, 16)).square().mean()
+    return loss
+
+
+def _several_forwards() -> list[int]:
+    problem = Problem(_Remembering, _two_losses)
+    zero, ddp = with_zero(problem.fresh(), SGD), with_ddp(problem.fresh(), SGD)
+    got, expected = ([*train(setup, problem, range(4)), *setup.params] for setup in (zero, ddp))
+    return differing(expected, got)
+
+
+def test_buffers_evened_out_between_two_forwards_and_one_backward_equal_ddp_to_the_bit() -> None:
+    assert run_ranks(_several_forwards, 2) == [[], []]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import ADAMW, MLP, Problem, noise, with_zero
+from models import ADAMW, MLP, MLP_PROBLEM, Problem, noise, with_zero
 from ranks import run_ranks
 from shardstep.placeholder import ShardedGrad
 from shardstep.reduce import POOL
@@ -154,3 +154,28 @@ def _freed() -> list[str]:
 
 def test_gradients_module_and_optimizer_are_freed_when_nobody_has_them() -> None:
     assert run_ranks(_freed, 2) == [[], []]
+
+
+def _growth() -> list[str]:
+    """Tensors that stay behind when gradients are set to zero, or never cleared."""
+    gc.freeze()
+    failures = []
+    for way in ("in place", "through the module", "never"):
+        zero = with_zero(MLP_PROBLEM.fresh(), ADAMW)
+        counts = []
+        for step in range(9):
+            zero.backward(step)
+            zero.opt.step()
+            if way == "in place":
+                zero.opt.zero_grad(set_to_none=False)
+            elif way == "through the module":
+                zero.module.zero_grad(set_to_none=False)
+            counts.append(len(_storages()))
+        if counts[-1] > counts[2]:
+            failures.append(f"{way}: {counts}")
+        zero.opt.detach()
+    return failures
+
+
+def test_memory_does_not_grow_with_the_number_of_steps() -> None:
+    assert run_ranks(_growth, 2) == [[], []]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from shardstep.buffers import flat, is_dense
 from shardstep.comm import Comm
@@ -129,8 +130,12 @@ class ModuleTie:
         """
         self._apart = False
         if self._broadcast_buffers:
-            broadcast(self._comm, self._module.buffers(), self.source)
+            # `.data`, as under DDP: a backward pass to come may have saved them, and is not to fail
+            # on the ranks that were written to, while the others wait for it.
+            broadcast(self._comm, (buffer.data for buffer in self._module.buffers()), self.source)
 
+    # Collectives are not for torch.compile to trace: it fails on process groups.
+    @_disable_dynamo
     def _pre_forward(self, module: torch.nn.Module, args: Any) -> None:
         if not (torch.is_grad_enabled() and module.training):
             return
@@ -146,7 +151,9 @@ class ModuleTie:
     def _post_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             for tensor in _tensors(output):
-                if tensor.requires_grad:
+                # Not on a leaf, such as a parameter that is handed out: it outlives the pass, and
+                # would collect a hook at every one. Nothing of the module lies behind it.
+                if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(self._backward_starts)  # type: ignore[no-untyped-call]
 
     def _backward_starts(self, grad: torch.Tensor) -> None:

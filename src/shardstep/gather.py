@@ -17,15 +17,17 @@ way too.
 
 What Python does not see, it cannot stop. A kernel that is handed a parameter straight from C++ is
 covered by a hook on the module that owns the parameter; one that is called outside of that module's
-forward, a function transform or DLPack export applied to the parameter itself, and the replay of a
-CUDA graph are not: construct the optimizer with `overlap=False` for those. Compiled and scripted
-code reads parameters without Python: from the first compilation on, and for a scripted module,
-gathers are waited for where they are launched.
+forward, a function transform or DLPack export applied to the parameter itself, another tensor on
+the same memory that was taken before the launch, and the replay of a CUDA graph are not: construct
+the optimizer with `overlap=False` for those. Compiled and scripted code reads parameters without
+Python: from the first compilation or trace on, and for a scripted module, gathers are waited for
+where they are launched.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import weakref
 from collections import deque
@@ -157,6 +159,8 @@ class GatherAhead:
 
     def _before_forward(self, buckets: list[int]) -> Any:
         def wait_for_own(module: torch.nn.Module, args: Any) -> None:
+            if torch._C._is_tracing():
+                self.stay()  # the trace will read parameters without Python
             if self._in_flight:
                 for number in buckets:
                     self._land_bucket(number)
@@ -343,6 +347,15 @@ _METADATA = frozenset(
 
 _alive: weakref.WeakSet[GatherAhead] = weakref.WeakSet()
 _watching = False
+
+
+def _land_all() -> None:
+    for gather in list(_alive):
+        gather.land()
+
+
+# What is in flight arrives in this process: in a forked one, a read would wait forever.
+os.register_at_fork(before=_land_all)
 
 
 def _watch_compiler() -> None:

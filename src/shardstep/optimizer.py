@@ -16,7 +16,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardstep.agree import agree, together
-from shardstep.attach import ModuleTie, check_membership, describe_buffers, names_in
+from shardstep.attach import (
+    ModuleTie,
+    broadcast,
+    check_membership,
+    describe_buffers,
+    names_in,
+)
 from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.dcp.stateful import (
     asked_by_dcp,
@@ -45,7 +51,7 @@ from shardstep.masters import Copies, Masters, Wide
 from shardstep.mixture import CLASS_KEY, Mixture, extras, names_a_class, no_defaults
 from shardstep.plan import Interval, ParamSpec, Piece, ShardPlan, share
 from shardstep.precision import MixedPrecision, resolve, warn_of_16_bits, widened
-from shardstep.reduce import ShardedGradients
+from shardstep.reduce import ShardedGradients, refuse_watched
 from shardstep.report.optimizer import Report, make_report
 from shardstep.rounding import StochasticRounding
 from shardstep.shard import Shard
@@ -196,6 +202,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Optimizer.__init__(self, given.items(), {})
             if module is not None:
                 check_membership(module, parameters(self.param_groups))
+                refuse_watched((n, p) for n, p in module.named_parameters() if p.requires_grad)
             plan, lines = self._plan_now()
             self._shard = self._shard_of(plan)
             self._local = LocalOptimizer(self.param_groups, self._shard, local)
@@ -407,6 +414,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         plan = agree(self._comm, what, keep_and_make)
         before = self._plan
         params = parameters(self.param_groups)
+        if self._module is not None:
+            # Those that were added start as all others did.
+            broadcast(self._comm, params[len(before.specs) :], source=0)
 
         def move(states: Mapping[int, Any]) -> dict[int, Any]:
             return follow_plan(
@@ -463,7 +473,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as for any optimizer, and place them.
 
-        Called on every rank, with the same group.
+        Called on every rank, with the same group. With `module`, they start from rank 0's values.
 
         Args:
             param_group: the parameters under `"params"`, and options of their own.
@@ -482,6 +492,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             with no_defaults(self):
                 super(ZeroRedundancyOptimizer, self).add_param_group(param_group)
             plan, lines = self._plan_now()
+            if self._module is not None:
+                named = zip(
+                    [s.name for s in plan.specs], parameters(self.param_groups), strict=True
+                )
+                added = list(named)[len(self._params) :]
+                refuse_watched((n, p) for n, p in added if p.requires_grad)
             self._local.try_group(self.param_groups[-1])
             return plan, describe_options(self.param_groups[-1:]) + lines
 
@@ -1016,15 +1032,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "what the other ranks have to shadow"
             )
         Join.notify_join_context(self)
+        assert isinstance(self._gradients, ShardedGradients)
         assert self._tie is not None
-        _, self._tie.source = announced(self._comm, [kind, arguments()])
+        # Nobody is told when gradients are cleared; all act on those that were not.
+        act = [kind, self._gradients.kept(), arguments()]
+        _, self._tie.source = announced(self._comm, act)
 
     def _shadow(self) -> None:
         """Do what the ranks that have data are doing. Called on every rank that has none."""
         assert isinstance(self._gradients, ShardedGradients)
         assert self._tie is not None
         # Buffers follow a rank that still has data to update them with.
-        (kind, arguments), self._tie.source = announced(self._comm, None)
+        (kind, kept, arguments), self._tie.source = announced(self._comm, None)
+        self._gradients.keep(kept)
         acts: dict[str, Callable[..., object]] = {
             "round": self._gradients.shadow_round,
             "clip": self._gradients.shadow_clip,

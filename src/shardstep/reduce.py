@@ -53,6 +53,24 @@ def at_end_of_backward(callback: Callable[[], None]) -> bool:
     return True
 
 
+_watching: weakref.WeakSet[ShardedGradients] = weakref.WeakSet()
+
+
+def refuse_watched(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Make sure that nobody else takes the gradients of these parameters away.
+
+    Raises:
+        ValueError: if somebody does.
+    """
+    watched = {id(param) for gradients in _watching for param in gradients.watched}
+    for name, param in named:
+        if id(param) in watched:
+            raise ValueError(
+                f"parameter {name!r} has its gradient reduced by another optimizer with module=, "
+                "and each of the two would find a part of it; call detach() on that one first"
+            )
+
+
 @dataclass(slots=True)
 class _Lane:
     """One bucket's way through a round.
@@ -152,11 +170,17 @@ class ShardedGradients:
 
     def _watch(self) -> None:
         """Be told when a gradient is there."""
+        _watching.add(self)
         for index in self._trained:
             param: Any = self._params[index]
             if param.requires_grad:
                 hook = param.register_post_accumulate_grad_hook(self._hook(index))
                 self._handles.append(hook)
+
+    @property
+    def watched(self) -> list[torch.Tensor]:
+        """The parameters whose gradients are taken away when they come."""
+        return [self._params[index] for index in self._trained]
 
     # ------------------------------------------------------------------------------- laying out
 
@@ -248,7 +272,8 @@ class ShardedGradients:
         lane = self._lane_of[index]
         current = self._round
         if current is None:
-            self._announce("round", lambda: [not self._held()])
+            self._refuse_strangers()
+            self._announce("round", list)
             current = self._begin()
         if index in current.come:
             if lane < current.launched:
@@ -296,6 +321,7 @@ class ShardedGradients:
         self._settle()
         if not self._held():
             self._forget()
+        self._fold_used()
         self._collected = False
         current = self._round = _Round([len(lane.params) for lane in self._lanes], set())
         if not self._within:
@@ -321,7 +347,7 @@ class ShardedGradients:
                 self._launch(current)
             self._tell_used()
             self._round = None
-            self._unsent = False
+            self._unsent = self._paused  # more may come that is held back
             self._rounds += 1
 
     def _launch(self, current: _Round) -> None:
@@ -377,6 +403,17 @@ class ShardedGradients:
         self._start_over(index)
         return grad
 
+    def _refuse_strangers(self) -> None:
+        """Raise if a parameter was given another one's stand-in, which has no numbers to give."""
+        for index in self._trained:
+            grad = self._params[index].grad
+            if isinstance(grad, ShardedGrad) and grad is not self._standing[index]:
+                raise RuntimeError(
+                    f"parameter {self._plan.specs[index].name!r} was given what stands in for the "
+                    f"gradient of parameter {grad.param_name!r}, which lies divided among the "
+                    f"ranks; give it optimizer.full_grad({grad.param_name!r}), called on every rank"
+                )
+
     def _start_over(self, index: int) -> None:
         """Whatever came before for this parameter is not to count any more."""
         self._used_here.discard(index)
@@ -401,6 +438,21 @@ class ShardedGradients:
         cuts = range(0, everyone.numel() + 1, size) if size else ()
         if size:
             self._used_elsewhere.append((self._comm.all_gather(everyone, cuts), everyone))
+
+    def _fold_used(self) -> None:
+        """Let one note stand for those of all rounds so far: there may be any number of them."""
+        if len(self._used_elsewhere) < 2:
+            return
+        size = len(self._trained)
+        told = torch.zeros_like(self._used_elsewhere[0][1]).view(-1, size)
+        for number, (pending, flags) in enumerate(self._used_elsewhere):
+            pending.wait()
+            told |= flags.view(-1, size)
+            over = [p for p, at in self._cleared_at.items() if at == number + 1]
+            if over:
+                told[:, [self._trained.index(index) for index in over]] = 0
+        self._used_elsewhere = [(pending, told.view(-1))]
+        self._cleared_at.clear()
 
     def _land(self) -> None:
         oldest = self._in_flight[0]
@@ -439,6 +491,7 @@ class ShardedGradients:
         before, self._paused = self._paused, True
         # Set here and not where gradients come: on every rank alike, whatever its data.
         self._unsent = True
+        self._collected = False
         try:
             yield
         finally:
@@ -480,32 +533,36 @@ class ShardedGradients:
         there counts, as for any optimizer.
         """
         self._end_what_began()
+        self._refuse_strangers()
         grads = [self._params[index].grad for index in self._trained]
         replaced = any(grad is not None and not isinstance(grad, ShardedGrad) for grad in grads)
         if replaced or not self._collected:
             held = any(grad is not None for grad in grads)
             if self._rounds == 0 or self._unsent or replaced or not held:
-                self._announce("round", lambda: [not self._held()])
+                self._announce("round", list)
                 self.shadow_round()
             self._settle()
             used = self._used_anywhere()
             for piece, tensor in self._shard:
                 tensor.grad = self._grads[piece.param] if piece.param in used else None
-            self._collected = True
+            self._collected = not self._paused
         for piece, tensor in self._shard:
             # Cleared by hand, for this step to leave the parameter alone.
             if self._params[piece.param].grad is None:
                 tensor.grad = None
 
-    def shadow_round(self, fresh: bool = False) -> None:
-        """Take part in a round with whatever gradients there are. Called on every rank.
-
-        Args:
-            fresh: whether what came before is to be forgotten, as it was on the other ranks.
-        """
-        if fresh and self._held():
-            self.zero(set_to_none=True)
+    def shadow_round(self) -> None:
+        """Take part in a round with whatever gradients there are. Called on every rank."""
         self._finish_round(self._begin())
+
+    def kept(self) -> list[int]:
+        """The parameters whose gradient was sent and not cleared: the same on every rank."""
+        return sorted(self._kept(self._trained))
+
+    def keep(self, params: Sequence[int]) -> None:
+        """Clear the gradients of all others that were sent, as ranks that have data did."""
+        for index in self._kept(self._trained).difference(params):
+            self._params[index].grad = None
 
     def _used_anywhere(self) -> set[int]:
         """The parameters of this rank's pieces that have a gradient."""
@@ -571,8 +628,8 @@ class ShardedGradients:
     def _zero_grads(self, params: Sequence[int]) -> None:
         for index in params:
             held_back = self._standing[index].take_incoming()
-            if index in self._aside and held_back is not None:
-                # A gradient of zero is one: the parameter is stepped on.
+            if held_back is not None:
+                # A gradient of zero is one: the parameter is stepped on, even if no other came.
                 self._standing[index].incoming = torch.zeros_like(held_back)
         self._clear(params)
 
@@ -596,12 +653,12 @@ class ShardedGradients:
     ) -> torch.Tensor:
         """Take part in clipping. Called on every rank."""
         self.collect()
-        finest = max((lane.shard.dtype.to_real().itemsize for lane in self._lanes), default=0)
+        lanes = {lane.shard.dtype.to_real() for lane in self._lanes}
         return clip_norm(
             self._comm,
             [tensor for _, tensor in self._shard],
             self._params[0].device,
-            torch.float64 if finest == torch.float64.itemsize else torch.float32,
+            torch.float64 if torch.float64 in lanes else torch.float32,
             max_norm,
             norm_type,
             error_if_nonfinite,
@@ -664,6 +721,7 @@ class ShardedGradients:
         self.zero(set_to_none=True)
         for handle in self._handles:
             handle.remove()
+        _watching.discard(self)
 
 
 def _scale(grad: torch.Tensor, scale: float, view: torch.Tensor) -> None:
