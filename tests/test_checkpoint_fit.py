@@ -161,8 +161,29 @@ def sees_another_folder(parent: Path) -> None:
         (parent / "a" / "optimizer-00001-of-00002.safetensors").unlink()
     dist.barrier()
     refused(parent / "a", opt, net, "optimizer-00001-of-00002.safetensors")
-    # Ranks that ask for different things.
-    refused(parent / "b", opt, net, "different parts", strict=rank == 0)
+
+
+def asks_for_something_else(parent: Path) -> None:
+    """Ranks that ask for different things raise: nobody waits, or loads what the others do not."""
+    net, opt = build(1, 1)
+    rank = dist.get_rank()
+    ckpt.save(parent / "a", opt, net)
+    swap = {"wide.weight": "deep.weight", "deep.weight": "wide.weight"}
+    twins = nn.ModuleDict({"wide": nn.Linear(9, 9), "deep": nn.Linear(9, 9)})
+    twins_opt = ZeroRedundancyOptimizer(twins.named_parameters(), optim.AdamW)
+    ckpt.save(parent / "twins", twins_opt)
+    image = nn.Conv2d(4, 4, 3)
+    ckpt.save(parent / "image", None, image)
+    image = image.to(memory_format=(torch.channels_last if rank == 0 else torch.contiguous_format))
+    for path, *parts, options in (
+        (parent / "a", opt, net, {"strict": rank == 0}),
+        (parent / "a", opt, net, {"verify": rank == 0}),
+        (parent / "a", opt if rank == 0 else None, net, {}),
+        (parent / "a", opt, net if rank == 0 else None, {}),
+        (parent / "twins", twins_opt, None, {"names": swap if rank == 0 else None}),
+        (parent / "image", None, image, {}),
+    ):
+        refused(path, *parts, "different parts", **options)
 
 
 def on_two_ranks(parent: Path, *names: str) -> None:
@@ -173,6 +194,10 @@ def on_two_ranks(parent: Path, *names: str) -> None:
 @pytest.mark.slow
 def test_a_load_that_fails_on_one_rank(tmp_path: Path) -> None:
     run_ranks(on_two_ranks, 2, tmp_path, "fails_on_one_rank", "sees_another_folder")
+
+
+def test_ranks_that_ask_for_different_things(tmp_path: Path) -> None:
+    run_ranks(on_two_ranks, 2, tmp_path, "asks_for_something_else", timeout=20)
 
 
 # ------------------------------------------------------------------------- names and groups

@@ -94,10 +94,12 @@ def load(
         optimizer._gather.land()
     with _opened(comm, what, path) as checkpoint:
         match = Match(checkpoint, comm, optimizer, model, strict, dict(names or {}))
-        if len(set(together(comm, what, match.find))) > 1:
+        # With what else decides on what is done together: a rank that is not told to verify would
+        # leave the others waiting.
+        if len(set(together(comm, what, lambda: f"{match.find()} {bool(verify)}"))) > 1:
             raise CheckpointError(
                 f"rank {comm.group_rank}: the ranks would load different parts of {path}; build "
-                "model and optimizer alike on all ranks, and give all the same names"
+                "model and optimizer alike on all ranks, and give all the same arguments"
             )
         if verify:
             states = optimizer is not None or match.reads_masters

@@ -73,7 +73,7 @@ class Match:
         """Find out, and change nothing.
 
         Returns:
-            A digest of what is going to be sent between ranks, for them to compare.
+            A digest of what is going to be read and sent between ranks, for them to compare.
 
         Raises:
             CheckpointError: if something does not fit.
@@ -96,7 +96,11 @@ class Match:
                 "what fits"
             )
         self._check_memory()
-        return hashlib.sha256(repr([self.weights, self.strict]).encode()).hexdigest()
+        found = [(index, param.name) for index, param in self.found.items()]
+        # A tensor that fills its memory is sent as it lies there.
+        forms = [(self.targets[name].dtype, self.targets[name].stride()) for name in self.weights]
+        parts = [self.optimizer is not None, self.model is not None, self.strict]
+        return hashlib.sha256(repr([parts, found, self.weights, forms]).encode()).hexdigest()
 
     def look_again(self) -> None:
         """Find the model's tensors where they are now: the optimizer may have moved parameters."""
