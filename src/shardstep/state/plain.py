@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -71,7 +72,7 @@ def load_share(
     for identifier, value in state_dict["state"].items():
         index = index_of.get(identifier)
         if index is None:
-            loose[identifier] = value
+            loose[identifier] = copy.deepcopy(value)
             continue
         spec = plan.specs[index]
         if spec.layout == "sliced" or type(local) in ELEMENT_WISE:
@@ -84,7 +85,7 @@ def load_share(
         {**group, "params": [index_of[identifier] for identifier in group["params"]]}
         for group in saved_groups
     ]
-    beside = {key: value for key, value in state_dict.items() if key not in OURS}
+    beside = {k: copy.deepcopy(value) for k, value in state_dict.items() if k not in OURS}
     wide = {index_of.get(identifier) for identifier in state_dict.get("masters", ())}
     if "rounding_step" in state_dict:
         wide.update(held)
