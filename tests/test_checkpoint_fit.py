@@ -597,6 +597,14 @@ def buffers_of_rank_0(parent: Path) -> None:
     net.running_mean.fill_(0)
     ckpt.load(parent / "a", opt, net)
     assert torch.equal(net.running_mean, torch.full((50,), 10.0))
+    # One that a parent has as well, but does not save.
+    parent_net = nn.Module()
+    parent_net.register_buffer("shortcut", torch.full((50,), 10.0 + rank), persistent=False)
+    parent_net.child = nn.Module()
+    parent_net.child.register_buffer("kept", parent_net.shortcut)
+    parent_net.weight = nn.Parameter(torch.ones(100))
+    ckpt.save(parent / "b", None, parent_net)
+    assert torch.equal(ckpt.weights(parent / "b")["child.kept"], torch.full((50,), 10.0))
 
 
 def strange_names(parent: Path) -> None:

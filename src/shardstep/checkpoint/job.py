@@ -322,7 +322,9 @@ def _unsaveable(options: Mapping[str, Any]) -> list[str]:
 def _saved_model(shelves: Shelves, model: torch.nn.Module) -> SavedModel:
     """Deal the model's tensors, which every rank has, to the ranks to be written."""
     found, aliases, rest = model_tensors(model)
-    shared = {unwrapped_name(name) for name, _ in model.named_buffers()}
+    # By all of its names: the first may be one that is not saved.
+    buffers = model.named_buffers(remove_duplicate=False)
+    shared = {unwrapped_name(name) for name, _ in buffers}
     tensors = {}
     for name, rank in deal(found, shared, shelves.world_size).items():
         tensor = found[name]
