@@ -669,6 +669,20 @@ class Named(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
 
+def test_a_view_that_stands_for_other_numbers_is_no_second_name(tmp_path: Path) -> None:
+    net = nn.Module()
+    net.register_buffer("wave", torch.randn(5, dtype=torch.complex64))
+    net.register_buffer("back", net.wave.conj())
+    ckpt.save(tmp_path / "saved", None, net)
+    found = ckpt.weights(tmp_path / "saved")
+    assert torch.equal(found["wave"], net.wave)
+    assert torch.equal(found["back"], net.back)
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    net.wave.zero_()
+    ckpt.load(tmp_path / "saved", None, net)
+    assert all(torch.equal(value, expected[name]) for name, value in net.state_dict().items())
+
+
 def test_a_child_called_module_keeps_its_name(tmp_path: Path) -> None:
     net = Named()
     opt = ZeroRedundancyOptimizer(net.named_parameters(), optim.SGD, momentum=0.9)

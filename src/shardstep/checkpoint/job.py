@@ -363,7 +363,8 @@ def sort_out(
                 f"model tensor {name!r} is a {type(value).__name__} ({value.layout}, on "
                 f"{value.device}); a checkpoint holds plain dense tensors"
             )
-        place = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
+        form = (value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
+        place = (value.data_ptr(), value.device, *form)
         if value.numel() and place in places:
             aliases[name] = places[place]
         else:
