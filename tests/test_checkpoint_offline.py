@@ -612,6 +612,29 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
         ckpt.import_file(tmp_path / "hf", tmp_path / "made")
 
 
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "one.safetensors", "b": "two.safetensors"}, "'a' is in one.safetensors too"),
+        ({"c": "one.safetensors"}, "one.safetensors: tensor 'c' should be there"),
+        ({"b": "three.safetensors"}, "the same name without wrappers"),
+    ],
+)
+def test_no_tensor_is_taken_for_another(
+    tmp_path: Path, weight_map: dict[str, str], message: str
+) -> None:
+    (tmp_path / "hf").mkdir()
+    a, b = torch.zeros(2), torch.ones(2)
+    safetensors.write(tmp_path / "hf" / "one.safetensors", {"a": a})
+    safetensors.write(tmp_path / "hf" / "two.safetensors", {"a": b, "b": b})
+    safetensors.write(tmp_path / "hf" / "three.safetensors", {"b": a, "_orig_mod.b": b})
+    index = {"weight_map": weight_map}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ckpt.CheckpointError, match=message):
+        ckpt.import_file(tmp_path / "hf", tmp_path / "made")
+    assert os.listdir(tmp_path) == ["hf"]
+
+
 def test_a_module_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
     model = {"module.weight": torch.ones(20), "head.weight": torch.ones(20, 2)}
     assert equal(ckpt.weights(ckpt.import_state_dict(tmp_path / "made", model=model)), model)
