@@ -23,8 +23,7 @@ Groups = Sequence[Mapping[str, Any]]
 OURS = ("state", "param_groups", "masters", "rounding_step")
 
 SCALARS = ("mu_product", "eta", "mu")
-"""What torch's own classes, NAdam and ASGD, keep in torch's scalar dtype beside `step`, whatever the
-parameter's dtype is."""
+"""What torch's own NAdam and ASGD keep, like `step`, in a dtype that is not the parameter's."""
 
 
 def pack_groups(groups: Groups) -> list[dict[str, Any]]:
@@ -231,7 +230,7 @@ def _casts_blindly(local: Optimizer) -> bool:
 
 
 def _restore_scalars(local: Optimizer, part: Optimizer, saved: Mapping[Any, Any]) -> None:
-    """Give scalars that go on in their own dtype that dtype back, and what the cast took of them."""
+    """Give scalars that have a dtype of their own that dtype back, with all of their bits."""
     own = {param for group in part.param_groups for param in group["params"]}
     params = [param for group in local.param_groups for param in group["params"]]
     for number, param in enumerate(params):

@@ -201,7 +201,7 @@ def _import_safetensors(source: Path, path: Path, stages: Stages) -> Path:
                 file_of[name] = file.name
         for name, said in where.items():
             if file_of.get(name) != said:
-                raise CheckpointError(f"{source / said}: tensor {name!r} should be there, and is not")
+                raise CheckpointError(f"{source / said}: there should be a tensor {name!r}")
         names = bare(tensors)
         if len(set(names)) != len(names):
             raise CheckpointError(f"{source}: two tensors have the same name without wrappers")
