@@ -645,6 +645,7 @@ def tied_otherwise(parent: Path) -> None:
             net.b = net.a
         return net
 
+    torch.manual_seed(3)
     one, two = pair(True), pair(False)
     ckpt.save(parent / "tied", model=one)
     ckpt.load(parent / "tied", model=two)
@@ -653,6 +654,16 @@ def tied_otherwise(parent: Path) -> None:
     renamed = pair(True)
     ckpt.load(parent / "tied", model=renamed)
     assert torch.equal(renamed.b, one.a)
+    # Two that have come to be the same are one tensor, and two that differ are not.
+    ckpt.save(parent / "alike", model=two)
+    ckpt.load(parent / "alike", model=pair(True))
+    with torch.no_grad():
+        two.b[0, 0] += 1
+    ckpt.save(parent / "untied", model=two)
+    refused(parent / "untied", None, renamed, "'a' is one tensor of several names here")
+    assert torch.equal(renamed.b, one.a)
+    ckpt.load(parent / "untied", model=renamed, strict=False)
+    assert torch.equal(renamed.b, two.a)
 
 
 def test_kinds_of_models(tmp_path: Path) -> None:

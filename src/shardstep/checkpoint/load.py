@@ -186,10 +186,24 @@ class _Loading:
         if match.model is not None and contents.model is not None:
             for name, stored in match.weights.items():
                 if match.mine(name):
+                    self._check_twins(name)
                     self.weights[name] = checkpoint.whole(stored)
             self.rest = value(contents.model.rest)
         if contents.extra is not None:
             self.extra = value(contents.extra)
+
+    def _check_twins(self, name: str) -> None:
+        """Make sure that what is one tensor here is not two different ones there."""
+        if not self.match.strict or name not in self.match.twins:
+            return
+        first, *others = map(self.match.checkpoint.whole, self.match.twins[name])
+        for other in others:
+            if first.dtype != other.dtype or not torch.equal(_bits(first), _bits(other)):
+                raise CheckpointError(
+                    f"{self.match.checkpoint.path}: model tensor {name!r} is one tensor of several "
+                    "names here, and under these there are different ones there; untie it, or pass "
+                    "strict=False to take the first"
+                )
 
     def _state(
         self, param: SavedParam, spec: ParamSpec, here: Interval, device: torch.device
@@ -339,6 +353,11 @@ def _way_back(optimizer: Optimizer) -> Callable[[], None]:
         optimizer.param_groups[:] = groups
 
     return restore
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: numbers that are none do not equal themselves."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:

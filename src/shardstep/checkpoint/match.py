@@ -44,6 +44,7 @@ class Match:
         stepped: whether the optimizer had taken a step when it was saved.
         targets: the tensors of the model.
         weights: what is stored of those that are in the checkpoint.
+        twins: for one that has several names here, what else the checkpoint has under these.
         owners: which rank reads which of them.
         modules: the modules that may have state beyond tensors, by its name.
         rest: for such state in the checkpoint, its name here and what it is now.
@@ -64,6 +65,7 @@ class Match:
     stepped: bool = False
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, Stored] = field(default_factory=dict)
+    twins: dict[str, list[Stored]] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
     modules: dict[str, torch.nn.Module] = field(default_factory=dict)
     rest: dict[str, tuple[str, Any]] = field(default_factory=dict)
@@ -210,7 +212,10 @@ class Match:
             if hit is None:
                 self.missing.append(f"model: {name}")
                 continue
-            used.update(each for each in there if each in saved.tensors)
+            hits = dict.fromkeys(each for each in there if each in saved.tensors)
+            used.update(hits)
+            if len(hits) > 1:
+                self.twins[name] = [saved.tensors[each] for each in hits]
             stored = self._finest(there, target.dtype, saved.tensors[hit])
             self._check_target(name, target, stored, _storage(target) in own)
             self.weights[name] = stored
