@@ -680,6 +680,26 @@ class Named(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
 
+def test_a_module_with_two_names_takes_its_extra_state_under_both(tmp_path: Path) -> None:
+    def pair(count: int) -> nn.Module:
+        net = nn.Module()
+        net.one = net.two = hostile.Counting()
+        net.one.count = count
+        return net
+
+    ckpt.save(tmp_path / "saved", model=pair(5))
+    net = pair(1)
+    ckpt.load(tmp_path / "saved", model=net)
+    assert net.one.count == 5
+
+
+def test_values_that_a_model_makes_up_cannot_be_given_back(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    net.register_state_dict_post_hook(lambda _, found, prefix, __: found.update({"version": 3}))
+    ckpt.save(tmp_path / "saved", model=net)
+    refused(tmp_path / "saved", None, net, "'version' is made up by the model's state_dict()")
+
+
 def test_a_view_that_stands_for_other_numbers_is_no_second_name(tmp_path: Path) -> None:
     net = nn.Module()
     net.register_buffer("wave", torch.randn(5, dtype=torch.complex64))

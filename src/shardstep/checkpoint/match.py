@@ -229,8 +229,14 @@ class Match:
         }
         self.modules = {
             unwrapped_name(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE): module
-            for name, module in model.named_modules()
+            for name, module in model.named_modules(remove_duplicate=False)
         }
+        for name, _ in self.rest.values():
+            if name not in self.modules:
+                raise self._unfit(
+                    f"model state {name!r} is made up by the model's state_dict(), so nothing can "
+                    "be given it; load it with model.load_state_dict(checkpoint.weights(path))"
+                )
 
     def _finest(self, names: Sequence[str], wanted: torch.dtype, stored: Stored) -> Stored:
         """What to read for a tensor of the model: its master, if the model here can hold more."""
