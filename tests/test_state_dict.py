@@ -678,5 +678,24 @@ def _unsendable() -> None:
     opt.consolidate_state_dict()
 
 
+def _looks_it_up() -> Any:
+    params = make_params([(30, 30), (30,)])
+    opt = ZeroRedundancyOptimizer(params, optim.Adam, layout="sliced", bucket_bytes=1)
+    params[1].grad = torch.ones(30)
+    opt.step()
+    if opt.rank == 0:
+        for group in opt.optim.param_groups:
+            for piece in group["params"]:
+                opt.optim.state[piece].get("step")
+    opt.consolidate_state_dict()
+    return opt.state_dict()["state"] if opt.rank == 0 else None
+
+
+def test_a_look_at_state_that_is_not_there_does_no_harm() -> None:
+    found, _ = run_ranks(_looks_it_up, 2)
+    assert not found.get(0)
+    assert found[1]["step"] == 1
+
+
 def test_state_that_cannot_be_sent_is_refused_on_every_rank() -> None:
     raises_on_every_rank(_unsendable, 2, RuntimeError, match="'object'")
