@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardstep.attach import names_in
 from shardstep.checkpoint.contents import SavedModel, SavedOptimizer, SavedParam, Stored, Tree
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import EXTRA_STATE, kind_of, model_tensors
@@ -240,9 +241,15 @@ class Match:
 
     def _finest(self, names: Sequence[str], wanted: torch.dtype, stored: Stored) -> Stored:
         """What to read for a tensor of the model: its master, if the model here can hold more."""
-        if wanted.itemsize <= stored.dtype.itemsize or self.checkpoint.contents.optimizer is None:
+        contents = self.checkpoint.contents
+        if wanted.itemsize <= stored.dtype.itemsize or contents.optimizer is None:
             return stored
-        for param in self.checkpoint.contents.optimizer.params:
+        assert contents.model is not None
+        known = contents.model.tensors.keys() | contents.model.aliases.keys()
+        # What the optimizer calls them: it leaves out what may be DDP's prefix.
+        short = [name.removeprefix("module.") for name in names]
+        names = [*names, *(name for name in short if name not in known)]
+        for param in contents.optimizer.params:
             master = master_of(param.state)
             if master is not None and param.name in names and master.shape == stored.shape:
                 self.reads_masters = True
@@ -253,8 +260,9 @@ class Match:
         """The tensor of the model that a parameter is, if it is wider there than the parameter."""
         if self.optimizer is None or self.model is None:
             return None
-        names, _ = names_of(self.optimizer, self.model)
-        stored = self.weights.get(names[index])
+        # The model's own name for it: the optimizer leaves out what may be DDP's prefix.
+        name = names_in(unwrapped(self.model)).get(id(self.optimizer._params[index]))
+        stored = self.weights.get(unwrapped_name(name)) if name is not None else None
         dtype = self.optimizer.plan.specs[index].dtype
         return stored if stored is not None and stored.dtype.itemsize > dtype.itemsize else None
 
