@@ -725,6 +725,33 @@ def test_a_child_called_module_keeps_its_name(tmp_path: Path) -> None:
     assert {param["name"] for param in saved} == {"module.weight", "weight"}
 
 
+def test_a_child_called_module_is_exported_by_its_name(tmp_path: Path) -> None:
+    """And is found by it, and by what a checkpoint has called it that was saved without a model."""
+
+    def make() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+        net = nn.ModuleDict({"module": nn.Linear(3, 3), "head": nn.Linear(3, 3)})
+        return net, stepped(net)
+
+    net, opt = make()
+    ckpt.save(tmp_path / "with", opt, net)
+    ckpt.save(tmp_path / "without", opt)
+    ckpt.export(tmp_path / "with", tmp_path / "named.pt", "torch-named", part="optimizer")
+    named = torch.load(tmp_path / "named.pt", weights_only=True)
+    assert named["param_groups"][0]["params"] == [name for name, _ in net.named_parameters()]
+    for name in ("with", "without"):
+        _, fresh = make()
+        fresh.optim.state.clear()
+        ckpt.load(tmp_path / name, fresh)
+        assert difference(opt.state_dict(), fresh.state_dict()) is None, name
+    other, fresh = make()
+    ckpt.load(tmp_path / "with", fresh, other)
+    wrapped, _ = make()
+    ddp = [(f"module.{name}", param) for name, param in wrapped.named_parameters()]
+    ckpt.load(tmp_path / "with", stepped(wrapped, ddp))
+    ckpt.save(tmp_path / "ddp", stepped(wrapped, ddp))
+    ckpt.load(tmp_path / "ddp", opt)
+
+
 def test_one_process_without_a_group(tmp_path: Path) -> None:
     on_two_ranks(tmp_path, "by_other_names", "regrouped", "from_zero", "tied_otherwise")
     on_two_ranks(tmp_path, "strange_models", "kinds_of_state", "other_optimizers")

@@ -165,15 +165,19 @@ class Match:
                 )
             return dict(enumerate(saved.params))
         there = {param.name: param for param in saved.params}
-        found = {}
-        for index, name in enumerate(names):
-            param = there.pop(self.names.get(name, name), None)
-            if param is None:
-                self.missing.append(f"optimizer: {name}")
+        told = {index: self.names.get(name, name) for index, name in enumerate(names)}
+        found = {index: there.pop(name) for index, name in told.items() if name in there}
+        # DDP's prefix may have been told to a save and not to a load, and the other way round; and
+        # not all parameters need be of one model.
+        short = {name.removeprefix("module."): name for name in there}
+        for index in sorted(told.keys() - found.keys()):
+            name = short.pop(told[index].removeprefix("module."), None)
+            if name is not None:
+                found[index] = there.pop(name)
             else:
-                found[index] = param
+                self.missing.append(f"optimizer: {names[index]}")
         self.unexpected += [f"optimizer: {name}" for name in there]
-        return found
+        return dict(sorted(found.items()))
 
     def _match_groups(
         self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer
