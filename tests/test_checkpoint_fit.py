@@ -693,6 +693,29 @@ def test_a_module_with_two_names_takes_its_extra_state_under_both(tmp_path: Path
     assert net.one.count == 5
 
 
+class InPlace(nn.Module):
+    """Gives the very tensor that it keeps, and writes to it; takes no negative numbers."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.kept = torch.full((3,), value)
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        if (state < 0).any():
+            raise ValueError("a negative number")
+        self.kept.copy_(state)
+
+
+def test_extra_state_that_is_written_in_place_is_set_back(tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "saved", model=nn.ModuleList([InPlace(7), InPlace(-1)]))
+    net = nn.ModuleList([InPlace(1), InPlace(2)])
+    refused(tmp_path / "saved", None, net, "a negative number")
+    assert torch.equal(net[0].kept, torch.full((3,), 1.0))
+
+
 def test_values_that_a_model_makes_up_cannot_be_given_back(tmp_path: Path) -> None:
     net = nn.Linear(2, 2)
     net.register_state_dict_post_hook(lambda _, found, prefix, __: found.update({"version": 3}))

@@ -9,6 +9,7 @@ state where it was read, the model's tensors by sending them round.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -266,7 +267,8 @@ class _Loading:
                 if match.optimizer is not None:
                     self._put_state(match.optimizer, undo)
                 for there, (name, old) in match.rest.items():
-                    undo.append(partial(match.modules[name].set_extra_state, old))
+                    # A module may give what it keeps, and write to that when it is given another.
+                    undo.append(partial(match.modules[name].set_extra_state, copy.deepcopy(old)))
                     match.modules[name].set_extra_state(self.rest[there])
             except Exception as error:
                 raise CheckpointError(
