@@ -1,9 +1,9 @@
 """State in a form that `torch.distributed.checkpoint` can take apart, and back from there.
 
 Three things that module does not carry: keys that are not words, tensors in a tuple, which it would
-pickle, and tensors that are made of others. They travel as words and in dicts, and become again what
-the loading side's own state says they are. What is not there yet travels as None; see Note [State
-that is not there yet] in `stateful.py`.
+pickle, and tensors that are made of others. They travel as words and in dicts, and become again
+what the loading side's own state says they are. What is not there yet travels as None; see
+Note [State that is not there yet] in `stateful.py`.
 
 With the entries of a list travels how many there are: the loading side reads those that it has
 itself, and would not notice that there are more.
@@ -18,7 +18,6 @@ import torch
 
 from shardstep.checkpoint.dcp.stand_in import StandIn
 from shardstep.state.tree import Node, decode, wrap
-
 
 LENGTH = "length"
 """Under this key is how many entries a list or tuple has."""
