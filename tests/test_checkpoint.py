@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from problems import differing
+from problems import difference, differing
 from ranks import run_ranks
-from shardstep import ZeroRedundancyOptimizer
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
 
 WORLD_SIZES = (1, 2, 3, 4)
@@ -22,6 +22,7 @@ CASES: dict[str, tuple[type[optim.Optimizer], dict[str, Any], tuple[str, ...]]] 
     "Adafactor": (optim.Adafactor, {"lr": 0.01}, ("whole",)),
 }
 BEFORE, AFTER = range(3), range(3, 6)
+NO_MASTERS = MixedPrecision(master_dtype=None)
 
 
 class Net(nn.Module):
@@ -146,3 +147,37 @@ def test_goes_on_in_the_plain_optimizer(written: Path, case: str) -> None:
         assert not differing(
             list(expected.state_dict().values()), list(net.state_dict().values())
         ), where
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("cls", [optim.NAdam, optim.ASGD])
+def test_scalars_go_on_in_their_own_dtype(tmp_path: Path, cls: Any, dtype: torch.dtype) -> None:
+    """They have torch's scalar dtype whatever the parameter's, and torch's own load casts them."""
+
+    def started() -> tuple[nn.Parameter, ZeroRedundancyOptimizer]:
+        weight = nn.Parameter(torch.linspace(-1, 1, 90).to(dtype))
+        opt = ZeroRedundancyOptimizer([("weight", weight)], cls, precision=NO_MASTERS, lr=0.013)
+        return weight, opt
+
+    def train(weight: nn.Parameter, opt: optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            weight.grad = torch.randn(90, generator=generator).to(dtype)
+            opt.step()
+
+    straight, straight_opt = started()
+    train(straight, straight_opt, BEFORE)
+    model = nn.ParameterDict({"weight": straight})
+    path = ckpt.save(tmp_path / "one", straight_opt, model)
+    weight, opt = started()
+    ckpt.load(path, opt, nn.ParameterDict({"weight": weight}))
+    again, again_opt = started()
+    again.data.copy_(straight)
+    again_opt.load_state_dict(straight_opt.state_dict())
+    saved = straight_opt.state_dict()
+    assert difference(saved, opt.state_dict()) is None
+    assert difference(saved, again_opt.state_dict()) is None
+    for each, its in ((straight, straight_opt), (weight, opt), (again, again_opt)):
+        train(each, its, AFTER)
+    torch.testing.assert_close(weight, straight, rtol=0, atol=0)
+    torch.testing.assert_close(again, straight, rtol=0, atol=0)

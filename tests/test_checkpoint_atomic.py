@@ -756,6 +756,24 @@ def test_saving_in_the_background(tmp_path: Path, world_size: int) -> None:
         assert not wrong, wrong
 
 
+def one_rank_was_told(parent: Path) -> None:
+    """A failure that one rank has waited for and the others have not is raised on all of them."""
+    net, opt = build(1, 1)
+    ckpt.save(parent / "one", opt, net)
+    for save in (ckpt.save, ckpt.async_save):
+        failing = ckpt.async_save(parent / "one", opt, net)
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="exists already"):
+                failing.wait()
+        with pytest.raises(RuntimeError, match="exists already"):
+            save(parent / "two", opt, net)
+    ckpt.save(parent / "two", opt, net)
+
+
+def test_no_rank_goes_on_alone_after_a_failure_in_the_background(tmp_path: Path) -> None:
+    run_ranks(one_rank_was_told, 2, tmp_path, timeout=20)
+
+
 PROGRAM = """
 import sys, time, torch
 from shardstep import ZeroRedundancyOptimizer, checkpoint as ckpt

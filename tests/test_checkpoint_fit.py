@@ -161,8 +161,29 @@ def sees_another_folder(parent: Path) -> None:
         (parent / "a" / "optimizer-00001-of-00002.safetensors").unlink()
     dist.barrier()
     refused(parent / "a", opt, net, "optimizer-00001-of-00002.safetensors")
-    # Ranks that ask for different things.
-    refused(parent / "b", opt, net, "different parts", strict=rank == 0)
+
+
+def asks_for_something_else(parent: Path) -> None:
+    """Ranks that ask for different things raise: nobody waits, or loads what the others do not."""
+    net, opt = build(1, 1)
+    rank = dist.get_rank()
+    ckpt.save(parent / "a", opt, net)
+    swap = {"wide.weight": "deep.weight", "deep.weight": "wide.weight"}
+    twins = nn.ModuleDict({"wide": nn.Linear(9, 9), "deep": nn.Linear(9, 9)})
+    twins_opt = ZeroRedundancyOptimizer(twins.named_parameters(), optim.AdamW)
+    ckpt.save(parent / "twins", twins_opt)
+    image = nn.Conv2d(4, 4, 3)
+    ckpt.save(parent / "image", None, image)
+    image = image.to(memory_format=(torch.channels_last if rank == 0 else torch.contiguous_format))
+    for path, *parts, options in (
+        (parent / "a", opt, net, {"strict": rank == 0}),
+        (parent / "a", opt, net, {"verify": rank == 0}),
+        (parent / "a", opt if rank == 0 else None, net, {}),
+        (parent / "a", opt, net if rank == 0 else None, {}),
+        (parent / "twins", twins_opt, None, {"names": swap if rank == 0 else None}),
+        (parent / "image", None, image, {}),
+    ):
+        refused(path, *parts, "different parts", **options)
 
 
 def on_two_ranks(parent: Path, *names: str) -> None:
@@ -173,6 +194,10 @@ def on_two_ranks(parent: Path, *names: str) -> None:
 @pytest.mark.slow
 def test_a_load_that_fails_on_one_rank(tmp_path: Path) -> None:
     run_ranks(on_two_ranks, 2, tmp_path, "fails_on_one_rank", "sees_another_folder")
+
+
+def test_ranks_that_ask_for_different_things(tmp_path: Path) -> None:
+    run_ranks(on_two_ranks, 2, tmp_path, "asks_for_something_else", timeout=20)
 
 
 # ------------------------------------------------------------------------- names and groups
@@ -572,6 +597,14 @@ def buffers_of_rank_0(parent: Path) -> None:
     net.running_mean.fill_(0)
     ckpt.load(parent / "a", opt, net)
     assert torch.equal(net.running_mean, torch.full((50,), 10.0))
+    # One that a parent has as well, but does not save.
+    parent_net = nn.Module()
+    parent_net.register_buffer("shortcut", torch.full((50,), 10.0 + rank), persistent=False)
+    parent_net.child = nn.Module()
+    parent_net.child.register_buffer("kept", parent_net.shortcut)
+    parent_net.weight = nn.Parameter(torch.ones(100))
+    ckpt.save(parent / "b", None, parent_net)
+    assert torch.equal(ckpt.weights(parent / "b")["child.kept"], torch.full((50,), 10.0))
 
 
 def strange_names(parent: Path) -> None:
@@ -612,6 +645,7 @@ def tied_otherwise(parent: Path) -> None:
             net.b = net.a
         return net
 
+    torch.manual_seed(3)
     one, two = pair(True), pair(False)
     ckpt.save(parent / "tied", model=one)
     ckpt.load(parent / "tied", model=two)
@@ -620,6 +654,16 @@ def tied_otherwise(parent: Path) -> None:
     renamed = pair(True)
     ckpt.load(parent / "tied", model=renamed)
     assert torch.equal(renamed.b, one.a)
+    # Two that have come to be the same are one tensor, and two that differ are not.
+    ckpt.save(parent / "alike", model=two)
+    ckpt.load(parent / "alike", model=pair(True))
+    with torch.no_grad():
+        two.b[0, 0] += 1
+    ckpt.save(parent / "untied", model=two)
+    refused(parent / "untied", None, renamed, "'a' is one tensor of several names here")
+    assert torch.equal(renamed.b, one.a)
+    ckpt.load(parent / "untied", model=renamed, strict=False)
+    assert torch.equal(renamed.b, two.a)
 
 
 def test_kinds_of_models(tmp_path: Path) -> None:
@@ -636,6 +680,63 @@ class Named(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
 
+def test_a_module_with_two_names_takes_its_extra_state_under_both(tmp_path: Path) -> None:
+    def pair(count: int) -> nn.Module:
+        net = nn.Module()
+        net.one = net.two = hostile.Counting()
+        net.one.count = count
+        return net
+
+    ckpt.save(tmp_path / "saved", model=pair(5))
+    net = pair(1)
+    ckpt.load(tmp_path / "saved", model=net)
+    assert net.one.count == 5
+
+
+class InPlace(nn.Module):
+    """Gives the very tensor that it keeps, and writes to it; takes no negative numbers."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.kept = torch.full((3,), value)
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        if (state < 0).any():
+            raise ValueError("a negative number")
+        self.kept.copy_(state)
+
+
+def test_extra_state_that_is_written_in_place_is_set_back(tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "saved", model=nn.ModuleList([InPlace(7), InPlace(-1)]))
+    net = nn.ModuleList([InPlace(1), InPlace(2)])
+    refused(tmp_path / "saved", None, net, "a negative number")
+    assert torch.equal(net[0].kept, torch.full((3,), 1.0))
+
+
+def test_values_that_a_model_makes_up_cannot_be_given_back(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    net.register_state_dict_post_hook(lambda _, found, prefix, __: found.update({"version": 3}))
+    ckpt.save(tmp_path / "saved", model=net)
+    refused(tmp_path / "saved", None, net, "'version' is made up by the model's state_dict()")
+
+
+def test_a_view_that_stands_for_other_numbers_is_no_second_name(tmp_path: Path) -> None:
+    net = nn.Module()
+    net.register_buffer("wave", torch.randn(5, dtype=torch.complex64))
+    net.register_buffer("back", net.wave.conj())
+    ckpt.save(tmp_path / "saved", None, net)
+    found = ckpt.weights(tmp_path / "saved")
+    assert torch.equal(found["wave"], net.wave)
+    assert torch.equal(found["back"], net.back)
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    net.wave.zero_()
+    ckpt.load(tmp_path / "saved", None, net)
+    assert all(torch.equal(value, expected[name]) for name, value in net.state_dict().items())
+
+
 def test_a_child_called_module_keeps_its_name(tmp_path: Path) -> None:
     net = Named()
     opt = ZeroRedundancyOptimizer(net.named_parameters(), optim.SGD, momentum=0.9)
@@ -645,6 +746,33 @@ def test_a_child_called_module_keeps_its_name(tmp_path: Path) -> None:
     ckpt.save(tmp_path / "saved", opt)
     saved = json.loads((tmp_path / "saved" / "contents.json").read_text())["optimizer"]["params"]
     assert {param["name"] for param in saved} == {"module.weight", "weight"}
+
+
+def test_a_child_called_module_is_exported_by_its_name(tmp_path: Path) -> None:
+    """And is found by it, and by what a checkpoint has called it that was saved without a model."""
+
+    def make() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+        net = nn.ModuleDict({"module": nn.Linear(3, 3), "head": nn.Linear(3, 3)})
+        return net, stepped(net)
+
+    net, opt = make()
+    ckpt.save(tmp_path / "with", opt, net)
+    ckpt.save(tmp_path / "without", opt)
+    ckpt.export(tmp_path / "with", tmp_path / "named.pt", "torch-named", part="optimizer")
+    named = torch.load(tmp_path / "named.pt", weights_only=True)
+    assert named["param_groups"][0]["params"] == [name for name, _ in net.named_parameters()]
+    for name in ("with", "without"):
+        _, fresh = make()
+        fresh.optim.state.clear()
+        ckpt.load(tmp_path / name, fresh)
+        assert difference(opt.state_dict(), fresh.state_dict()) is None, name
+    other, fresh = make()
+    ckpt.load(tmp_path / "with", fresh, other)
+    wrapped, _ = make()
+    ddp = [(f"module.{name}", param) for name, param in wrapped.named_parameters()]
+    ckpt.load(tmp_path / "with", stepped(wrapped, ddp))
+    ckpt.save(tmp_path / "ddp", stepped(wrapped, ddp))
+    ckpt.load(tmp_path / "ddp", opt)
 
 
 def test_one_process_without_a_group(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -395,6 +396,18 @@ def test_a_dtype_that_safetensors_cannot_name_is_refused(tmp_path: Path) -> None
         ckpt.export(path, tmp_path / "hf", "safetensors")
 
 
+@pytest.mark.parametrize("to", ["torch", "torch-named"])
+def test_what_torch_does_not_read_is_refused(tmp_path: Path, to: Any) -> None:
+    net, opt = sharded("AdamW", "sliced")
+    extra = {"losses": [deque([1.0], maxlen=9)]}
+    path = ckpt.save(tmp_path / "deque", opt, net, extra)
+    with pytest.raises(ckpt.CheckpointError, match=r"extra has a deque at 'losses\.0'"):
+        ckpt.export(path, tmp_path / "all.pt", to)
+    assert os.listdir(tmp_path) == ["deque"]
+    torch.load(ckpt.export(path, tmp_path / "model.pt", to, part="model"), weights_only=True)
+    torch.load(ckpt.export(path, tmp_path / "opt.pt", to, part="optimizer"), weights_only=True)
+
+
 def test_what_is_not_in_the_checkpoint_is_missed_before_anything_is_made(tmp_path: Path) -> None:
     path = ckpt.import_state_dict(tmp_path / "weights", model={"a": torch.ones(40)})
     with pytest.raises(ckpt.CheckpointError, match="no optimizer"):
@@ -610,6 +623,29 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ckpt.CheckpointError, match="leads out of the folder"):
         ckpt.import_file(tmp_path / "hf", tmp_path / "made")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "one.safetensors", "b": "two.safetensors"}, "'a' is in one.safetensors too"),
+        ({"c": "one.safetensors"}, "one.safetensors: there should be a tensor 'c'"),
+        ({"b": "three.safetensors"}, "the same name without wrappers"),
+    ],
+)
+def test_no_tensor_is_taken_for_another(
+    tmp_path: Path, weight_map: dict[str, str], message: str
+) -> None:
+    (tmp_path / "hf").mkdir()
+    a, b = torch.zeros(2), torch.ones(2)
+    safetensors.write(tmp_path / "hf" / "one.safetensors", {"a": a})
+    safetensors.write(tmp_path / "hf" / "two.safetensors", {"a": b, "b": b})
+    safetensors.write(tmp_path / "hf" / "three.safetensors", {"b": a, "_orig_mod.b": b})
+    index = {"weight_map": weight_map}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ckpt.CheckpointError, match=message):
+        ckpt.import_file(tmp_path / "hf", tmp_path / "made")
+    assert os.listdir(tmp_path) == ["hf"]
 
 
 def test_a_module_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:

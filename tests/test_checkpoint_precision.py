@@ -295,3 +295,35 @@ def test_masters_are_beside_the_state_in_plain_dicts(written: Path, tmp_path: Pa
     ckpt.reshard(written / "masters", tmp_path / "cut", ranks=3, layout="whole")
     ckpt.load(tmp_path / "cut", loaded, again)
     assert not differing(masters(model, opt), masters(again, loaded))
+
+
+class Wrapping(nn.Module):
+    """Its child is called as DDP calls what it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(9, 9)
+
+
+def test_masters_and_weights_of_a_child_called_module_find_each_other(tmp_path: Path) -> None:
+    def build(dtype: torch.dtype) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+        model = Wrapping().to(dtype)
+        opt = ZeroRedundancyOptimizer(
+            model.named_parameters(), optim.AdamW, precision=MixedPrecision(), lr=1e-3
+        )
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        opt.step()
+        return model, opt
+
+    narrow, opt = build(torch.bfloat16)
+    ckpt.save(tmp_path / "narrow", opt, narrow)
+    wide, wide_opt = build(torch.float32)
+    ckpt.load(tmp_path / "narrow", None, wide)
+    for there, here in zip(narrow.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(here, opt.full_master(there))
+    wide, wide_opt = build(torch.float32)
+    ckpt.save(tmp_path / "wide", wide_opt, wide)
+    ckpt.load(tmp_path / "wide", opt, narrow)
+    for there, here in zip(wide.parameters(), narrow.parameters(), strict=True):
+        assert torch.equal(there, opt.full_master(here))

@@ -288,6 +288,40 @@ def test_state_and_options_of_any_form_come_back(tmp_path: Path, case: Case) -> 
     assert difference(before, after) is None
 
 
+class Remembering(Optimizer):
+    """Keeps the last three gradients in a list that grows step by step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    past = [*self.state[p].get("past", []), p.grad.clone()][-3:]
+                    self.state[p]["past"] = past
+                    p.sub_(group["lr"] * sum(past))
+
+
+REMEMBERING = Case(Remembering)
+
+
+def _load_longer_lists(folder: Path) -> Any:
+    net, opt = zero(REMEMBERING)
+    with pytest.raises(ValueError, match=r"saved with 3 entries in 'past', and 1 were read"):
+        dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    advance(opt, net, range(7, 10), False)
+    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    return _consolidated(opt)
+
+
+def test_a_list_that_is_longer_there_is_not_cut_short(tmp_path: Path) -> None:
+    before, _ = run_ranks(_save_one, 2, tmp_path, REMEMBERING, 3, False)
+    after, *_ = run_ranks(_load_longer_lists, 3, tmp_path)
+    assert difference(before, after) is None
+
+
 def _save_part(folder: Path) -> Any:
     net, opt = zero(ADAMW)
     set_gradients(list(net.parameters()), 1, missing=False)

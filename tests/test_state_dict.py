@@ -282,6 +282,40 @@ def test_the_callers_dict_is_the_callers(layout: str) -> None:
     assert run_ranks(_keeps_off_the_callers_dict, 2, layout) == [[], []]
 
 
+class Counting(optim.SGD):
+    """Counts steps in a tensor of its state that belongs to no parameter, and in one beside it."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.total = torch.zeros(())
+
+    def step(self, closure: Any = None) -> Any:
+        self.state.setdefault("all", {"count": torch.zeros(())})["count"] += 1
+        self.total += 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "total": self.total}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.total = state_dict["total"]
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "total"})
+
+
+def test_what_belongs_to_no_parameter_is_copied_too() -> None:
+    params = make_params(SHAPES)
+    opt = ZeroRedundancyOptimizer(params, Counting, layout="sliced")
+    train(opt, params, range(2))
+    saved = opt.state_dict()
+    before = copy.deepcopy(saved)
+    train(opt, params, range(2, 4))
+    assert difference(before, saved) is None
+    opt.load_state_dict(saved)
+    train(opt, params, range(4, 6))
+    assert difference(before, saved) is None
+    assert opt.state_dict()["state"]["all"]["count"] == opt.state_dict()["total"] == 4
+
+
 def _hooks() -> list[str]:
     params, opt = zero(Case(optim.Adam))
     calls: list[str] = []
@@ -642,6 +676,25 @@ def _unsendable() -> None:
     opt = ZeroRedundancyOptimizer(make_params([(5,), (6,)], frozen=()), Unsendable, layout="whole")
     opt.step()
     opt.consolidate_state_dict()
+
+
+def _looks_it_up() -> Any:
+    params = make_params([(30, 30), (30,)])
+    opt = ZeroRedundancyOptimizer(params, optim.Adam, layout="sliced", bucket_bytes=1)
+    params[1].grad = torch.ones(30)
+    opt.step()
+    if opt.rank == 0:
+        for group in opt.optim.param_groups:
+            for piece in group["params"]:
+                opt.optim.state[piece].get("step")
+    opt.consolidate_state_dict()
+    return opt.state_dict()["state"] if opt.rank == 0 else None
+
+
+def test_a_look_at_state_that_is_not_there_does_no_harm() -> None:
+    found, _ = run_ranks(_looks_it_up, 2)
+    assert not found.get(0)
+    assert found[1]["step"] == 1
 
 
 def test_state_that_cannot_be_sent_is_refused_on_every_rank() -> None:

@@ -853,7 +853,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._local.push_options()
             self._local.publish_options()
             self._consolidated = {
-                "state": {**states, **self._local.loose_state()},
+                "state": {**states, **copy.deepcopy(self._local.loose_state())},
                 "param_groups": pack_groups(self.param_groups),
                 **copy.deepcopy(extras(self.optim)),
             }

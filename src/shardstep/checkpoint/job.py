@@ -322,7 +322,9 @@ def _unsaveable(options: Mapping[str, Any]) -> list[str]:
 def _saved_model(shelves: Shelves, model: torch.nn.Module) -> SavedModel:
     """Deal the model's tensors, which every rank has, to the ranks to be written."""
     found, aliases, rest = model_tensors(model)
-    shared = {unwrapped_name(name) for name, _ in model.named_buffers()}
+    # By all of its names: the first may be one that is not saved.
+    buffers = model.named_buffers(remove_duplicate=False)
+    shared = {unwrapped_name(name) for name, _ in buffers}
     tensors = {}
     for name, rank in deal(found, shared, shelves.world_size).items():
         tensor = found[name]
@@ -361,7 +363,8 @@ def sort_out(
                 f"model tensor {name!r} is a {type(value).__name__} ({value.layout}, on "
                 f"{value.device}); a checkpoint holds plain dense tensors"
             )
-        place = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
+        form = (value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
+        place = (value.data_ptr(), value.device, *form)
         if value.numel() and place in places:
             aliases[name] = places[place]
         else:

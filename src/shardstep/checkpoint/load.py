@@ -9,6 +9,7 @@ state where it was read, the model's tensors by sending them round.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -94,10 +95,12 @@ def load(
         optimizer._gather.land()
     with _opened(comm, what, path) as checkpoint:
         match = Match(checkpoint, comm, optimizer, model, strict, dict(names or {}))
-        if len(set(together(comm, what, match.find))) > 1:
+        # With what else decides on what is done together: a rank that is not told to verify would
+        # leave the others waiting.
+        if len(set(together(comm, what, lambda: f"{match.find()} {bool(verify)}"))) > 1:
             raise CheckpointError(
                 f"rank {comm.group_rank}: the ranks would load different parts of {path}; build "
-                "model and optimizer alike on all ranks, and give all the same names"
+                "model and optimizer alike on all ranks, and give all the same arguments"
             )
         if verify:
             states = optimizer is not None or match.reads_masters
@@ -184,10 +187,24 @@ class _Loading:
         if match.model is not None and contents.model is not None:
             for name, stored in match.weights.items():
                 if match.mine(name):
+                    self._check_twins(name)
                     self.weights[name] = checkpoint.whole(stored)
             self.rest = value(contents.model.rest)
         if contents.extra is not None:
             self.extra = value(contents.extra)
+
+    def _check_twins(self, name: str) -> None:
+        """Make sure that what is one tensor here is not two different ones there."""
+        if not self.match.strict or name not in self.match.twins:
+            return
+        first, *others = map(self.match.checkpoint.whole, self.match.twins[name])
+        for other in others:
+            if first.dtype != other.dtype or not torch.equal(_bits(first), _bits(other)):
+                raise CheckpointError(
+                    f"{self.match.checkpoint.path}: model tensor {name!r} is one tensor of several "
+                    "names here, and under these there are different ones there; untie it, or pass "
+                    "strict=False to take the first"
+                )
 
     def _state(
         self, param: SavedParam, spec: ParamSpec, here: Interval, device: torch.device
@@ -250,7 +267,8 @@ class _Loading:
                 if match.optimizer is not None:
                     self._put_state(match.optimizer, undo)
                 for there, (name, old) in match.rest.items():
-                    undo.append(partial(match.modules[name].set_extra_state, old))
+                    # A module may give what it keeps, and write to that when it is given another.
+                    undo.append(partial(match.modules[name].set_extra_state, copy.deepcopy(old)))
                     match.modules[name].set_extra_state(self.rest[there])
             except Exception as error:
                 raise CheckpointError(
@@ -337,6 +355,11 @@ def _way_back(optimizer: Optimizer) -> Callable[[], None]:
         optimizer.param_groups[:] = groups
 
     return restore
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: numbers that are none do not equal themselves."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:

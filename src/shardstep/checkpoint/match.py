@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardstep.attach import names_in
 from shardstep.checkpoint.contents import SavedModel, SavedOptimizer, SavedParam, Stored, Tree
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import EXTRA_STATE, kind_of, model_tensors
@@ -44,6 +45,7 @@ class Match:
         stepped: whether the optimizer had taken a step when it was saved.
         targets: the tensors of the model.
         weights: what is stored of those that are in the checkpoint.
+        twins: for one that has several names here, what else the checkpoint has under these.
         owners: which rank reads which of them.
         modules: the modules that may have state beyond tensors, by its name.
         rest: for such state in the checkpoint, its name here and what it is now.
@@ -64,6 +66,7 @@ class Match:
     stepped: bool = False
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, Stored] = field(default_factory=dict)
+    twins: dict[str, list[Stored]] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
     modules: dict[str, torch.nn.Module] = field(default_factory=dict)
     rest: dict[str, tuple[str, Any]] = field(default_factory=dict)
@@ -73,7 +76,7 @@ class Match:
         """Find out, and change nothing.
 
         Returns:
-            A digest of what is going to be sent between ranks, for them to compare.
+            A digest of what is going to be read and sent between ranks, for them to compare.
 
         Raises:
             CheckpointError: if something does not fit.
@@ -96,7 +99,11 @@ class Match:
                 "what fits"
             )
         self._check_memory()
-        return hashlib.sha256(repr([self.weights, self.strict]).encode()).hexdigest()
+        found = [(index, param.name) for index, param in self.found.items()]
+        # A tensor that fills its memory is sent as it lies there.
+        forms = [(self.targets[name].dtype, self.targets[name].stride()) for name in self.weights]
+        parts = [self.optimizer is not None, self.model is not None, self.strict]
+        return hashlib.sha256(repr([parts, found, self.weights, forms]).encode()).hexdigest()
 
     def look_again(self) -> None:
         """Find the model's tensors where they are now: the optimizer may have moved parameters."""
@@ -158,15 +165,19 @@ class Match:
                 )
             return dict(enumerate(saved.params))
         there = {param.name: param for param in saved.params}
-        found = {}
-        for index, name in enumerate(names):
-            param = there.pop(self.names.get(name, name), None)
-            if param is None:
-                self.missing.append(f"optimizer: {name}")
+        told = {index: self.names.get(name, name) for index, name in enumerate(names)}
+        found = {index: there.pop(name) for index, name in told.items() if name in there}
+        # DDP's prefix may have been told to a save and not to a load, and the other way round; and
+        # not all parameters need be of one model.
+        short = {name.removeprefix("module."): name for name in there}
+        for index in sorted(told.keys() - found.keys()):
+            name = short.pop(told[index].removeprefix("module."), None)
+            if name is not None:
+                found[index] = there.pop(name)
             else:
-                found[index] = param
+                self.missing.append(f"optimizer: {names[index]}")
         self.unexpected += [f"optimizer: {name}" for name in there]
-        return found
+        return dict(sorted(found.items()))
 
     def _match_groups(
         self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer
@@ -206,7 +217,10 @@ class Match:
             if hit is None:
                 self.missing.append(f"model: {name}")
                 continue
-            used.update(each for each in there if each in saved.tensors)
+            hits = dict.fromkeys(each for each in there if each in saved.tensors)
+            used.update(hits)
+            if len(hits) > 1:
+                self.twins[name] = [saved.tensors[each] for each in hits]
             stored = self._finest(there, target.dtype, saved.tensors[hit])
             self._check_target(name, target, stored, _storage(target) in own)
             self.weights[name] = stored
@@ -220,14 +234,26 @@ class Match:
         }
         self.modules = {
             unwrapped_name(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE): module
-            for name, module in model.named_modules()
+            for name, module in model.named_modules(remove_duplicate=False)
         }
+        for name, _ in self.rest.values():
+            if name not in self.modules:
+                raise self._unfit(
+                    f"model state {name!r} is made up by the model's state_dict(), so nothing can "
+                    "be given it; load it with model.load_state_dict(checkpoint.weights(path))"
+                )
 
     def _finest(self, names: Sequence[str], wanted: torch.dtype, stored: Stored) -> Stored:
         """What to read for a tensor of the model: its master, if the model here can hold more."""
-        if wanted.itemsize <= stored.dtype.itemsize or self.checkpoint.contents.optimizer is None:
+        contents = self.checkpoint.contents
+        if wanted.itemsize <= stored.dtype.itemsize or contents.optimizer is None:
             return stored
-        for param in self.checkpoint.contents.optimizer.params:
+        assert contents.model is not None
+        known = contents.model.tensors.keys() | contents.model.aliases.keys()
+        # What the optimizer calls them: it leaves out what may be DDP's prefix.
+        short = [name.removeprefix("module.") for name in names]
+        names = [*names, *(name for name in short if name not in known)]
+        for param in contents.optimizer.params:
             master = master_of(param.state)
             if master is not None and param.name in names and master.shape == stored.shape:
                 self.reads_masters = True
@@ -238,8 +264,9 @@ class Match:
         """The tensor of the model that a parameter is, if it is wider there than the parameter."""
         if self.optimizer is None or self.model is None:
             return None
-        names, _ = names_of(self.optimizer, self.model)
-        stored = self.weights.get(names[index])
+        # The model's own name for it: the optimizer leaves out what may be DDP's prefix.
+        name = names_in(unwrapped(self.model)).get(id(self.optimizer._params[index]))
+        stored = self.weights.get(unwrapped_name(name)) if name is not None else None
         dtype = self.optimizer.plan.specs[index].dtype
         return stored if stored is not None and stored.dtype.itemsize > dtype.itemsize else None
 

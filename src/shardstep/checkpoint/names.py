@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardstep.attach import names_in
-from shardstep.names import unwrapped_name
+from shardstep.names import bare
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -47,13 +47,10 @@ def names_of(
     """
     in_model = names_in(unwrapped(model)) if model is not None else {}
     pairs = zip(optimizer._params, optimizer.plan.specs, strict=True)
-    given = [unwrapped_name(in_model.get(id(param)) or spec.name) for param, spec in pairs]
-    # DDP's prefix is left out wherever it is: one may be told to a save and another to a load, and
-    # not all parameters need be of one model. But not that of a child that is called so beside a
-    # namesake.
-    names = [name.removeprefix("module.") for name in given]
-    if len(set(names)) != len(names):
-        names = given
+    known = [in_model.get(id(param)) or spec.name for param, spec in pairs]
+    # DDP's prefix is none of the names that the model itself has.
+    own = any(id(param) in in_model for param in optimizer._params)
+    names = bare(known, ddp=not own)
     numbers = [f"param {index}" for index in range(len(names))]
     if len(set(names)) != len(names):
         # Names from two models that are trained together: only their places tell them apart.

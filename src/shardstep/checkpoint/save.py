@@ -87,11 +87,12 @@ class _Desk:
         self.memory: torch.Tensor | None = None
         self.running: AsyncSave | None = None
 
-    def clear(self) -> None:
+    def clear(self, comm: Comm) -> None:
         """Wait for the save that runs. Called on every rank."""
         running, self.running = self.running, None
         if running is not None:
-            running.wait()
+            # Some ranks may have waited, and been told already: they are not to go on alone.
+            together(comm, "the save before this one", lambda: str(running.wait()))
 
     def connection(self, comm: Comm) -> Comm:
         """The ranks of `comm` on connections of their own. Called on every rank."""
@@ -180,8 +181,9 @@ def save(
         OSError: if it cannot be written there.
         TypeError: if there is something that a checkpoint cannot hold.
     """
-    desk_of(optimizer).clear()
-    return write_out(comm_of(optimizer), prepare(path, optimizer, model, extra, keep_last))
+    comm = comm_of(optimizer)
+    desk_of(optimizer).clear(comm)
+    return write_out(comm, prepare(path, optimizer, model, extra, keep_last))
 
 
 def async_save(
@@ -209,8 +211,8 @@ def async_save(
         RuntimeError: on every rank, if the save before this one failed; this one is not begun then.
     """
     desk = desk_of(optimizer)
-    desk.clear()
     comm = comm_of(optimizer)
+    desk.clear(comm)
     job = prepare(path, optimizer, model, extra, keep_last)
 
     def copy() -> None:

@@ -22,6 +22,9 @@ from shardstep.state.tree import Leaf, Node, decode, encode, leaves, with_leaves
 
 CHUNK_NBYTES = 16 * 2**20
 
+NOTHING: Node = ["dict", []]
+"""The state of a parameter that has none yet."""
+
 Device = Callable[[int, Leaf], torch.device]
 """On which device the given tensor of the given parameter's state is to lie."""
 
@@ -162,7 +165,10 @@ def _combine(
     """
     holders = [rank for rank, holding in enumerate(held) if param in holding]
     without = [rank for rank in holders if param not in nodes[rank]]
-    if without:
+    if all(each.get(param, NOTHING) == NOTHING for each in nodes):
+        # Whoever looks up the state of a parameter that has none makes an empty one of it.
+        nodes = [{param: NOTHING} for _ in nodes]
+    elif without:
         raise RuntimeError(
             f"parameter {spec.name!r} has optimizer state on some ranks but not on rank "
             f"{without[0]}, which owns a part of it too: its gradient was None there alone. Make "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,9 @@ from shardstep.state.tree import own_copy
 Groups = Sequence[Mapping[str, Any]]
 
 OURS = ("state", "param_groups", "masters", "rounding_step")
+
+SCALARS = ("mu_product", "eta", "mu")
+"""What torch's own NAdam and ASGD keep, like `step`, in a dtype that is not the parameter's."""
 
 
 def pack_groups(groups: Groups) -> list[dict[str, Any]]:
@@ -67,7 +71,7 @@ def load_share(
     for identifier, value in state_dict["state"].items():
         index = index_of.get(identifier)
         if index is None:
-            loose[identifier] = value
+            loose[identifier] = copy.deepcopy(value)
             continue
         spec = plan.specs[index]
         if spec.layout == "sliced" or type(local) in ELEMENT_WISE:
@@ -80,7 +84,7 @@ def load_share(
         {**group, "params": [index_of[identifier] for identifier in group["params"]]}
         for group in saved_groups
     ]
-    beside = {key: value for key, value in state_dict.items() if key not in OURS}
+    beside = {k: copy.deepcopy(value) for k, value in state_dict.items() if k not in OURS}
     wide = {index_of.get(identifier) for identifier in state_dict.get("masters", ())}
     if "rounding_step" in state_dict:
         wide.update(held)
@@ -125,6 +129,8 @@ def install(
         if _casts_blindly(part):
             dtypes = [None if index in wide else specs[index].dtype for index in held]
             _restore_dtypes(local, part, state, dtypes)
+        elif _casts(part):
+            _restore_scalars(local, part, state)
 
 
 def described_in(state_dict: Mapping[str, Any], groups: Groups) -> list[int]:
@@ -209,14 +215,30 @@ def take(value: Any, held: Interval, spec: ParamSpec) -> Any:
     return value
 
 
+def _casts(local: Optimizer) -> bool:
+    """Whether loading casts all state but `step` to the parameter's dtype: the base class does."""
+    return type(local).load_state_dict is Optimizer.load_state_dict
+
+
 def _casts_blindly(local: Optimizer) -> bool:
     """Whether loading casts all state to the parameter's dtype without the class wanting it.
 
-    The base class does so. The state of torch's own classes has the parameter's dtype anyway, but
-    others keep fp32 moments for 16-bit parameters, or quantised ones, which the cast would ruin.
+    The moments of torch's own classes have the parameter's dtype anyway, but others keep fp32 ones
+    for 16-bit parameters, or quantised ones, which the cast would ruin.
     """
-    ours = type(local).load_state_dict is Optimizer.load_state_dict
-    return ours and not type(local).__module__.startswith("torch.optim")
+    return _casts(local) and not type(local).__module__.startswith("torch.optim")
+
+
+def _restore_scalars(local: Optimizer, part: Optimizer, saved: Mapping[Any, Any]) -> None:
+    """Give scalars that have a dtype of their own that dtype back, with all of their bits."""
+    own = {param for group in part.param_groups for param in group["params"]}
+    params = [param for group in local.param_groups for param in group["params"]]
+    for number, param in enumerate(params):
+        if number in saved and param in own:
+            state = local.state[param]
+            for key in SCALARS:
+                if isinstance(saved[number].get(key), torch.Tensor):
+                    state[key] = saved[number][key].to(state[key].device)
 
 
 def _restore_dtypes(

@@ -1,9 +1,12 @@
 """State in a form that `torch.distributed.checkpoint` can take apart, and back from there.
 
 Three things that module does not carry: keys that are not words, tensors in a tuple, which it would
-pickle, and tensors that are made of others. They travel as words, in lists and in dicts, and become
-again what the loading side's own state says they are. What is not there yet travels as None; see
+pickle, and tensors that are made of others. They travel as words and in dicts, and become again
+what the loading side's own state says they are. What is not there yet travels as None; see
 Note [State that is not there yet] in `stateful.py`.
+
+With the entries of a list travels how many there are: the loading side reads those that it has
+itself, and would not notice that there are more.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ import torch
 from shardstep.checkpoint.dcp.stand_in import StandIn
 from shardstep.state.tree import Node, decode, wrap
 
+LENGTH = "length"
+"""Under this key is how many entries a list or tuple has."""
+
 
 def portable(value: Any, started: bool = True) -> Any:
     """State as the checkpoint module can take it apart; None for a value that is not there yet."""
@@ -27,7 +33,8 @@ def portable(value: Any, started: bool = True) -> Any:
             raise RuntimeError(f"keys {list(value)} of the optimizer state differ in type only")
         return made
     if holds(value, (torch.Tensor, Mapping)):
-        return [portable(item, started) for item in value]
+        made = {str(number): portable(item, started) for number, item in enumerate(value)}
+        return {**made, LENGTH: len(value) if started else None}
     return value if started else None
 
 
@@ -87,10 +94,20 @@ class Reading:
             # There are no tensors in a context.
             return wrap(name, parts, decode(context, lambda leaf: torch.empty(0)), shape, stride)
         if kind in ("list", "tuple") and any(each[0] != "value" for each in _within(node)):
-            if not isinstance(value, (list, tuple)) or len(value) != len(inner[0]):
+            here = len(inner[0])
+            if not isinstance(value, Mapping) or not value.keys() >= set(map(str, range(here))):
                 raise self._unfit(path, value)
-            pairs = enumerate(zip(inner[0], value, strict=True))
-            items = [self._walk(item, each, f"{path}.{number}") for number, (item, each) in pairs]
+            there = value.get(LENGTH)
+            if there not in (None, here):
+                raise ValueError(
+                    f"{self._what} was saved with {there} entries in {path.removeprefix('.')!r}, "
+                    f"and {here} were read, as many as there are here; take as many steps before "
+                    "loading as it needs to have them, or use shardstep.checkpoint"
+                )
+            items = [
+                self._walk(item, value[str(number)], f"{path}.{number}")
+                for number, item in enumerate(inner[0])
+            ]
             return items if kind == "list" else tuple(items)
         self._values.append(value)
         return value

@@ -57,7 +57,7 @@ class Sharded:
     memory of its own and reaches the optimizer in `load_state_dict`, if all of it was read. Keys
     that this optimizer does not list are not read, by the nature of that module: state of a frozen
     parameter, or state that the class first makes in a later step than its first, reaches only an
-    optimizer that has such state already.
+    optimizer that has such state already. A list of tensors that has more entries there is refused.
 
     Masters of 16-bit parameters are saved beside the state: load with the same precision policy
     (`shardstep.checkpoint` and full state dicts load across policies).

@@ -8,13 +8,14 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from shardstep.checkpoint.contents import Contents
+from shardstep.checkpoint.contents import Contents, Tree
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.folder import EXPORT, Staging, write_text
 from shardstep.checkpoint.offline.dicts import (
@@ -36,6 +37,7 @@ from shardstep.checkpoint.safetensors import (
     write,
 )
 from shardstep.checkpoint.shelves import HF_INDEX, WEIGHTS, hf_index
+from shardstep.state.tree import decode
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -80,7 +82,8 @@ def export(
         `out`.
 
     Raises:
-        CheckpointError: if the checkpoint is damaged, or lacks what was asked for.
+        CheckpointError: if the checkpoint is damaged, lacks what was asked for, or has what the
+            format cannot hold.
         FileExistsError: if there is something at `out`.
         OSError: if it cannot be written there.
     """
@@ -97,6 +100,8 @@ def export(
             saved_model(checkpoint)
         elif part == "optimizer" or checkpoint.contents.optimizer is not None:
             saved_optimizer(checkpoint, named=to == "torch-named")
+        if to != "safetensors":
+            _check_values(checkpoint, part)
         if verify:
             total = sum(digest.nbytes for digest in checkpoint.manifest.files.values())
             checkpoint.verify(progress=stages("checking", total))
@@ -115,6 +120,48 @@ def export(
 
 
 # ------------------------------------------------------------------------------------- torch
+
+
+def _check_values(checkpoint: Checkpoint, part: Part) -> None:
+    """Make sure that `torch.load(..., weights_only=True)` will take everything that is written."""
+    for what, tree in _trees(_only(checkpoint.contents, part)):
+        value = decode(tree.node, lambda leaf: torch.empty(0), wrap=lambda *described: None)
+        place = _place_of_deque(value)
+        if place is not None:
+            raise CheckpointError(
+                f"{checkpoint.path}: {what} has a deque{place and f' at {place!r}'}, which "
+                "torch.load(..., weights_only=True) does not read; export the other parts alone, "
+                "or take it out of checkpoint.load() or checkpoint.state_dict()"
+            )
+
+
+def _trees(contents: Contents) -> Iterator[tuple[str, Tree]]:
+    """All values, each with a name to speak of it by."""
+    if contents.optimizer is not None:
+        for param in contents.optimizer.params:
+            if param.state is not None:
+                yield f"the state of parameter {param.name!r}", param.state
+        for number, (_, options) in enumerate(contents.optimizer.groups):
+            yield f"group {number}", options
+        yield "the optimizer's state", contents.optimizer.loose
+        yield "what the optimizer keeps beside its state", contents.optimizer.beside
+    if contents.model is not None:
+        yield "the model", contents.model.rest
+    if contents.extra is not None:
+        yield "extra", contents.extra
+
+
+def _place_of_deque(value: Any, path: str = "") -> str | None:
+    """How to get to the first deque in a value; None if there is none."""
+    if isinstance(value, deque):
+        return path
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    inner = (_place_of_deque(item, f"{path}.{key}" if path else str(key)) for key, item in items)
+    return next((place for place in inner if place is not None), None)
 
 
 def _write_torch(path: Path, folder: Path, part: Part, named: bool, stages: Stages) -> None:

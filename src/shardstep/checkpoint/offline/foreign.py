@@ -162,12 +162,12 @@ def _holdable(file: Path, value: Mapping[Any, Any]) -> dict[Any, Any]:
     return kept
 
 
-def _weight_files(source: Path) -> list[Path]:
-    """The files that a model's weights are in."""
+def _weight_files(source: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files that a model's weights are in, and which is said to have which tensor."""
     if not source.is_dir():
-        return [source]
+        return [source], {}
     if (source / WEIGHTS).exists():
-        return [source / WEIGHTS]
+        return [source / WEIGHTS], {}
     if not (source / HF_INDEX).exists():
         raise CheckpointError(f"{source}: has neither {WEIGHTS} nor {HF_INDEX}")
     said = read_json((source / HF_INDEX).resolve())
@@ -177,7 +177,7 @@ def _weight_files(source: Path) -> list[Path]:
     files = sorted(set(where.values()))
     if any(Path(name).name != name for name in files):
         raise CheckpointError(f"{source / HF_INDEX}: leads out of the folder")
-    return [source / name for name in files]
+    return [source / name for name in files], where
 
 
 def _streamed(file: File, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Streamed:
@@ -189,12 +189,22 @@ def _import_safetensors(source: Path, path: Path, stages: Stages) -> Path:
     shelves = Shelves(1, {0})
     with ExitStack() as opened:
         tensors: dict[str, Source] = {}
-        for file in _weight_files(source):
+        file_of: dict[str, str] = {}
+        files, where = _weight_files(source)
+        for file in files:
             # A folder of a download cache is full of links; a checkpoint of ours has none.
             weights = opened.enter_context(File(file.resolve()))
             for name, entry in weights.entries.items():
+                if name in tensors:
+                    raise CheckpointError(f"{file}: tensor {name!r} is in {file_of[name]} too")
                 tensors[name] = _streamed(weights, name, entry.dtype, entry.shape)
+                file_of[name] = file.name
+        for name, said in where.items():
+            if file_of.get(name) != said:
+                raise CheckpointError(f"{source / said}: there should be a tensor {name!r}")
         names = bare(tensors)
+        if len(set(names)) != len(names):
+            raise CheckpointError(f"{source}: two tensors have the same name without wrappers")
         saved = {}
         for name, tensor in zip(names, tensors.values(), strict=True):
             box = Box.whole(tensor.shape)
