@@ -272,7 +272,7 @@ class ShardedGradients:
         lane = self._lane_of[index]
         current = self._round
         if current is None:
-            self._refuse_strangers()
+            self._given()
             self._announce("round", list)
             current = self._begin()
         if index in current.come:
@@ -403,16 +403,21 @@ class ShardedGradients:
         self._start_over(index)
         return grad
 
-    def _refuse_strangers(self) -> None:
-        """Raise if a parameter was given another one's stand-in, which has no numbers to give."""
-        for index in self._trained:
-            grad = self._params[index].grad
+    def _given(self) -> list[torch.Tensor | None]:
+        """What the parameters have for gradients.
+
+        Raises:
+            RuntimeError: if one was given another one's stand-in, which has no numbers to give.
+        """
+        grads = [self._params[index].grad for index in self._trained]
+        for index, grad in zip(self._trained, grads, strict=True):
             if isinstance(grad, ShardedGrad) and grad is not self._standing[index]:
                 raise RuntimeError(
                     f"parameter {self._plan.specs[index].name!r} was given what stands in for the "
                     f"gradient of parameter {grad.param_name!r}, which lies divided among the "
                     f"ranks; give it optimizer.full_grad({grad.param_name!r}), called on every rank"
                 )
+        return grads
 
     def _start_over(self, index: int) -> None:
         """Whatever came before for this parameter is not to count any more."""
@@ -533,8 +538,7 @@ class ShardedGradients:
         there counts, as for any optimizer.
         """
         self._end_what_began()
-        self._refuse_strangers()
-        grads = [self._params[index].grad for index in self._trained]
+        grads = self._given()
         replaced = any(grad is not None and not isinstance(grad, ShardedGrad) for grad in grads)
         if replaced or not self._collected:
             held = any(grad is not None for grad in grads)
