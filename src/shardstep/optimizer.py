@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -192,6 +193,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 return Mixture(groups, optimizer_class, **defaults)
             return optimizer_class(groups, **defaults)
 
+        def make_local() -> None:
+            self._local = LocalOptimizer(self.param_groups, self._shard, local)
+            self.optim = self._local.optim
+
         def make() -> tuple[ShardPlan, list[str]]:
             if overlap_with_ddp and module is not None:
                 raise ValueError("module= replaces DDP: leave out overlap_with_ddp=True")
@@ -202,11 +207,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             Optimizer.__init__(self, given.items(), {})
             if module is not None:
                 check_membership(module, parameters(self.param_groups))
-                refuse_watched((n, p) for n, p in module.named_parameters() if p.requires_grad)
+                refuse_watched(module.named_parameters())
             plan, lines = self._plan_now()
             self._shard = self._shard_of(plan)
-            self._local = LocalOptimizer(self.param_groups, self._shard, local)
-            self.optim = self._local.optim
+            make_local()
             if not self._shard.pieces:
                 self._local.try_idle()
             where = view_kept(self.optim) if self.parameters_as_bucket_view else None
@@ -230,8 +234,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             # What a class notes down of the parameters when it is made is to be of rank 0's.
             self._shard.take_masters(None)
             del self._local, self.optim  # not the state of both at once
-            self._local = LocalOptimizer(self.param_groups, self._shard, local)
-            self.optim = self._local.optim
+            make_local()
 
         plan = agree(self._comm, "constructing ZeroRedundancyOptimizer", make)
         Joinable.__init__(self)
@@ -493,11 +496,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 super(ZeroRedundancyOptimizer, self).add_param_group(param_group)
             plan, lines = self._plan_now()
             if self._module is not None:
-                named = zip(
-                    [s.name for s in plan.specs], parameters(self.param_groups), strict=True
-                )
-                added = list(named)[len(self._params) :]
-                refuse_watched((n, p) for n, p in added if p.requires_grad)
+                named = zip(plan.specs, parameters(self.param_groups), strict=True)
+                refuse_watched((s.name, p) for s, p in islice(named, len(self._params), None))
             self._local.try_group(self.param_groups[-1])
             return plan, describe_options(self.param_groups[-1:]) + lines
 

@@ -57,14 +57,14 @@ _watching: weakref.WeakSet[ShardedGradients] = weakref.WeakSet()
 
 
 def refuse_watched(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Make sure that nobody else takes the gradients of these parameters away.
+    """Make sure that nobody else takes the gradients of those of these that train away.
 
     Raises:
         ValueError: if somebody does.
     """
     watched = {id(param) for gradients in _watching for param in gradients.watched}
     for name, param in named:
-        if id(param) in watched:
+        if param.requires_grad and id(param) in watched:
             raise ValueError(
                 f"parameter {name!r} has its gradient reduced by another optimizer with module=, "
                 "and each of the two would find a part of it; call detach() on that one first"
@@ -409,7 +409,9 @@ class ShardedGradients:
         Raises:
             RuntimeError: if one was given another one's stand-in, which has no numbers to give.
         """
-        grads = [self._params[index].grad for index in self._trained]
+        # Parameters in flight, which this backward pass may not use, are not waited for.
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [self._params[index].grad for index in self._trained]
         for index, grad in zip(self._trained, grads, strict=True):
             if isinstance(grad, ShardedGrad) and grad is not self._standing[index]:
                 raise RuntimeError(
