@@ -119,9 +119,9 @@ def test_thousands_of_chunks_are_compared_in_no_time() -> None:
         for n in range(8192)
         for _, box in boxes(Interval(64 * n, 64 * n + 64), (8192, 64), (64, 1))
     ]
-    start = time.perf_counter()
+    start = time.process_time()
     assert overlap(chunks) is None
-    assert time.perf_counter() - start < 15, "each with each would take minutes"
+    assert time.process_time() - start < 15, "each with each would take minutes"
 
 
 @given(stretches())

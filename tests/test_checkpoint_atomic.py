@@ -43,7 +43,7 @@ def names(parent: Path) -> list[str]:
 # the newest checkpoint. What a step's values are depends on its number alone.
 
 SHAPES = ((96, 512), (64, 32, 17), (31,), ())
-LAST = 10_000
+UNTIL_KILLED = 10_000
 
 
 def model_at(step: int) -> list[torch.Tensor]:
@@ -132,50 +132,45 @@ def go_on(parent: Path, signs: Path, asynchronous: bool, saves: int) -> None:
             ckpt.save(parent / f"step-{number}", opt, net, {"step": number}, keep_last=2)
 
 
-def kill_soon(signs: Path, delay: float, whom: str, hit: list[str]) -> None:
-    """Wait for both ranks to begin, and then a while; then kill."""
+def kill_soon(parent: Path, signs: Path, delay: float, whom: str, found: list[str]) -> None:
+    """Wait for both ranks to begin, and then a while; then kill, noting what stood there."""
     deadline = time.monotonic() + 30
     while len(list(signs.iterdir())) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(delay)
+    found += names(parent)
     for sign in sorted(signs.iterdir(), key=lambda sign: sign.name[-1]):
         pid, rank = sign.name.split("-")
         if whom in (rank, "all"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-                hit.append(rank)
 
 
 def endure(tmp_path: Path, moments: int, seed: int) -> dict[str, int]:
-    """Kill so many runs; count in which state each left the folder."""
+    """Kill so many runs; count those killed in the midst of a save, and what each left behind."""
     choose = random.Random(seed)
     parent = tmp_path / "run"
     parent.mkdir()
-    seen: dict[str, int] = {}
-    killed = 0
+    seen = {"midst": 0}
     for number in range(moments):
         signs = tmp_path / f"signs-{number}"
         signs.mkdir()
         asynchronous = number % 2 == 1
         whom = choose.choice(("0", "1", "all"))
-        # The delays are spread over the four saves of a run.
+        # Long enough for the first few saves of a run.
         delay = choose.uniform(0.0, 0.9)
-        hit: list[str] = []
-        killer = threading.Thread(target=kill_soon, args=(signs, delay, whom, hit))
+        found: list[str] = []
+        killer = threading.Thread(target=kill_soon, args=(parent, signs, delay, whom, found))
         killer.start()
-        failure = ""
-        try:
-            run_ranks(go_on, 2, parent, signs, asynchronous, 4, timeout=8)
-        except RankFailure as error:
-            failure = str(error)
+        with pytest.raises(RankFailure, match="exit code -9") as caught:
+            run_ranks(go_on, 2, parent, signs, asynchronous, UNTIL_KILLED, timeout=60)
         killer.join()
-        # What it began with was loaded and checked before anybody was killed.
-        assert "AssertionError" not in failure, failure
-        assert "CheckpointError" not in failure, failure
-        killed += bool(hit) and "exit code -9" in failure
-        left = names(parent)
-        hidden = [name for name in left if name.startswith(".")]
-        for name in hidden or ["nothing"]:
+        # What it began with was loaded and checked before anybody was killed; and who lives on
+        # hears of it.
+        for bad in ("AssertionError", "CheckpointError", "was still running"):
+            assert bad not in str(caught.value), str(caught.value)
+        seen["midst"] += any(name.startswith(".") for name in found)
+        for name in [name for name in names(parent) if name.startswith(".")] or ["nothing"]:
             within = names(parent / name) if name != "nothing" else []
             kind = name.rpartition(".")[2] + (" with its list" * ("checkpoint.json" in within))
             seen[kind] = seen.get(kind, 0) + 1
@@ -183,8 +178,7 @@ def endure(tmp_path: Path, moments: int, seed: int) -> dict[str, int]:
     # What was left behind is no obstacle, and is gone after the next save.
     run_ranks(go_on, 2, parent, tmp_path / "signs-0", False, 1, timeout=60)
     assert not [name for name in names(parent) if name.startswith(".")], names(parent)
-    assert len(checkpoints(parent)) == 2
-    assert killed >= 0.7 * moments, f"only {killed} of {moments} were killed in time"
+    assert len(checkpoints(parent)) in (1, 2)
     verify_newest(parent)
     return seen
 
@@ -204,15 +198,15 @@ def verify_newest(parent: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_at_8_moments(tmp_path: Path) -> None:
-    endure(tmp_path, 8, seed=1)
+    assert endure(tmp_path, 8, seed=1)["midst"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_at_50_moments(tmp_path: Path) -> None:
     seen = endure(tmp_path, 50, seed=2)
-    assert seen.get("saving", 0) >= 5, seen
     print(seen)
+    assert seen["midst"] >= 10, seen
 
 
 PHASES: dict[str, tuple[Any, str, int]] = {

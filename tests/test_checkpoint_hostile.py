@@ -721,9 +721,9 @@ def test_a_file_that_nobody_needs_is_not_read(valid: Path, tmp_path: Path) -> No
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"]["more.safetensors"] = {"nbytes": HUGE, "sha256": "0" * 64}
     write_manifest(path, manifest)
-    started = time.monotonic()
+    started = time.process_time()
     load_into_fresh(path)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_values_are_read_from_where_they_are_said_to_be(divided: Path) -> None:
