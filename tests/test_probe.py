@@ -71,6 +71,33 @@ class TrustRatio(Simple):
         p.sub_(grad, alpha=float(group["lr"] * p.norm() / (grad.norm() + 1e-8)))
 
 
+class HasModes(Simple):
+    """As schedule-free classes: it takes a step only if it was told to train."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.trains = False
+
+    def train(self) -> None:
+        self.trains = True
+
+    def eval(self) -> None:
+        self.trains = False
+
+    def before(self) -> None:
+        if not self.trains:
+            raise RuntimeError("call train() first")
+
+
+class ScalesToBeJudged(HasModes):
+    @torch.no_grad()
+    def eval(self) -> None:
+        super().eval()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.div_(p.norm() + 1)
+
+
 class DecaysMatricesOnly(Simple):
     def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
         if p.dim() > 1:
@@ -494,6 +521,8 @@ EXPECTED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
     (NeedsClosure, {}, "element-wise"),
     (ByLoss, {}, "element-wise"),
     (Loose, {}, "element-wise"),
+    (HasModes, {}, "element-wise"),
+    (ScalesToBeJudged, {}, "per tensor"),
     (TrustRatio, {}, "per tensor"),
     (TrustRatio, {"lr": 0.0}, "per tensor"),
     (TrustRatio, {"lr": torch.tensor(0.0)}, "per tensor"),

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from shardstep.describe import check_optimizer
 from shardstep.layout.unseen import unseen
-from shardstep.mixture import CLASS_KEY, Mixture
+from shardstep.mixture import CLASS_KEY, Mixture, parts_of
+from shardstep.modes import turn
 from shardstep.shard import Shard
 
 _PER_PARAMETER = {"params", "param_names"}
@@ -108,6 +109,7 @@ class LocalOptimizer:
             start += len(group["params"])
         with self._unseen(list(copies.values())):
             twin = self._make(groups)
+            turn(twin, "train")
             twin.step()
         states = {index: twin.state[copy] for index, copy in copies.items() if twin.state.get(copy)}
         return states, _loose(twin)
@@ -139,7 +141,7 @@ class LocalOptimizer:
         some = [[torch.nn.Parameter(torch.zeros(2, 2, device="cpu"))] for _ in self._exposed]
         for [param] in some:
             param.grad = torch.zeros_like(param)
-        # What raises anyway is waiting for something else: a closure, or to be told that it trains.
+        # What raises anyway is waiting for something else, such as a closure.
         if self._failure_of_step(some) is None:
             raise ValueError(
                 f"this rank has nothing to update, and {type(self.optim).__name__} cannot take a "
@@ -158,7 +160,9 @@ class LocalOptimizer:
             groups.append({**options, "params": own})
         with self._unseen([]):
             try:
-                self._make(groups).step()
+                twin = self._make(groups)
+                turn(twin, "train")
+                twin.step()
             except Exception as error:
                 return error
         return None
@@ -166,10 +170,9 @@ class LocalOptimizer:
     @contextlib.contextmanager
     def _unseen(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """While this lasts, what is done with the optimizer's classes leaves no trace."""
-        parts = self.optim.parts if isinstance(self.optim, Mixture) else [self.optim]
         devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
         with contextlib.ExitStack() as stack:
-            for part in parts:
+            for part in parts_of(self.optim):
                 for device in sorted(devices, key=str):
                     # A counter that lies on the CPU is to be told from one on the device.
                     stack.enter_context(unseen(type(part), device, by_default=False))

@@ -231,6 +231,11 @@ class Mixture(Optimizer):
         return [group for group, owner in enumerate(self._part_of) if owner == part]
 
 
+def parts_of(opt: Optimizer) -> Sequence[Optimizer]:
+    """The optimizers that `opt` is made of; itself, if it is not a mixture."""
+    return opt.parts if isinstance(opt, Mixture) else [opt]
+
+
 def check_classes(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
     """Make sure that saved groups are of the classes that these groups are of.
 

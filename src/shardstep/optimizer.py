@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from shardstep.attach import (
     describe_buffers,
     names_in,
 )
-from shardstep.buffers import BucketViews, Home, OwnStorage
+from shardstep.buffers import BucketViews, Home, OwnStorage, flat
 from shardstep.checkpoint.dcp.stateful import (
     asked_by_dcp,
     is_sharded,
@@ -35,7 +35,7 @@ from shardstep.checkpoint.dcp.stateful import (
 from shardstep.checkpoint.names import tensors_of
 from shardstep.comm import Comm, connect
 from shardstep.describe import Given, describe, describe_options, is_trainable, parameters
-from shardstep.dtensor import describe_part, refuse_dtensors
+from shardstep.dtensor import describe_part, local_part, refuse_dtensors
 from shardstep.gather import Gather, GatherAhead, GatherNow
 from shardstep.gradients import FullGradients, Gradients
 from shardstep.hidden import kept_beside, view_kept
@@ -50,6 +50,7 @@ from shardstep.layout.choose import Layouts
 from shardstep.local import LocalOptimizer, LocalState
 from shardstep.masters import Copies, Masters, Wide
 from shardstep.mixture import CLASS_KEY, Mixture, extras, names_a_class, no_defaults
+from shardstep.modes import MODES, has_modes, turn
 from shardstep.plan import Interval, ParamSpec, Piece, ShardPlan, share
 from shardstep.precision import MixedPrecision, resolve, warn_of_16_bits, widened
 from shardstep.reduce import ShardedGradients, refuse_watched
@@ -608,6 +609,82 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with torch._C.DisableTorchFunctionSubclass():
             changed = [param for param in self._params if param.grad is not None]
         torch.autograd.graph.increment_version(changed)
+
+    def apply(self, act: Callable[[Optimizer], object]) -> None:
+        """Have every rank's local optimizer do something to its share, and gather the outcome.
+
+        For what a class does to parameters outside of `step()`. Where the class has `train()` and
+        `eval()`, as schedule-free ones do, this optimizer has them too, by way of this. Called on
+        every rank, with the same `act`, which must not look beyond what the layout keeps together:
+        the element or the tensor. Parameters that do not train are gathered if they have state.
+
+        Args:
+            act: called with the local optimizer, whose parameters are this rank's pieces.
+
+        Raises:
+            RuntimeError: on every rank, if it failed on another one. What it had done until then is
+                gathered none the less: parameters are equal on all ranks.
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.ones(4))
+            >>> opt = ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=0.1)
+            >>> opt.apply(lambda local: [p.data.zero_() for p in local.param_groups[0]["params"]])
+            >>> weight.sum().item()
+            0.0
+        """
+        if self._join_config.enable:
+            raise RuntimeError(
+                f"rank {self.rank}: apply(), train() and eval() cannot be called within Join: "
+                "ranks that have run out of data would not take part; call it before or after"
+            )
+        self._prepare_step()
+        own = [index for index in self._local.states() if not self._trainable[index]]
+        frozen = sorted(set().union(*together(self._comm, "apply()", lambda: own)))
+
+        def act_here() -> None:
+            try:
+                act(self.optim)
+            finally:
+                self._settle()
+                self._shard.end()
+                self._local.publish_options()
+
+        try:
+            together(self._comm, "apply()", act_here)
+        finally:
+            with torch._C.DisableTorchFunctionSubclass():
+                trained = [
+                    p for p, trains in zip(self._params, self._trainable, strict=True) if trains
+                ]
+            torch.autograd.graph.increment_version(trained)
+            self._gather.launch()
+            for index in frozen:
+                self._spread(index)
+
+    @torch.no_grad()
+    def _spread(self, index: int) -> None:
+        """Give every rank what the owners hold of a parameter that no gather is for."""
+        param = local_part(self._params[index])
+        own = {
+            piece.param: param if piece.entire else flat(param)[piece.param_interval.slice]
+            for piece in self._shard.pieces
+            if piece.param == index
+        }
+        param.copy_(self._whole(index, own))
+
+    if not TYPE_CHECKING:  # or the checker would take any name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            """`train` and `eval`, if any class here has them."""
+            if name in MODES and "optim" in self.__dict__ and has_modes(self.optim):
+                return lambda: self.apply(lambda local: turn(local, name))
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: it is one of several, and tied "
+            "to its parameters; construct another one and load this one's state dict"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters. Called on every rank.

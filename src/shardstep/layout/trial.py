@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardstep.describe import check_optimizer
 from shardstep.mixture import extras
+from shardstep.modes import has_modes, turn
 from shardstep.plan import ALIGNMENT, Interval
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -66,6 +67,9 @@ TURNS = (1.0, 0.2, 4.0)
 
 ZEROS, SPIKE, NOT_FINITE = 3, 4, 6
 """At which steps gradients of other shapes are such. What is not finite stays: it comes last."""
+
+TURN = 2
+"""At which step a class that has modes is turned to the other one and back before."""
 
 SWITCHES = ("capturable", "fused", "foreach", "differentiable")
 """Options that choose between ways to compute the same; not every device has all of them."""
@@ -276,6 +280,7 @@ class Run:
         draws = _Draws(0, trial.device) if seeded else None
         try:
             self.opt = trial.make(groups)
+            turn(self.opt, "train")
         except Exception as error:
             raise NotTried(error, made=False) from error
         self._drew_when_made = draws is not None and draws.happened()
@@ -306,6 +311,9 @@ class Run:
         draws = _Draws(number, self._trial.device) if self._seeded else None
         now = {"always": True, "never": False, "now and then": number % 3 == 2}
         try:
+            if number == TURN and has_modes(self.opt):
+                turn(self.opt, "eval")
+                turn(self.opt, "train")
             if now[self._trial.closures]:
                 self.opt.step(closure)  # type: ignore[arg-type]
             else:

@@ -1,0 +1,28 @@
+"""`train()` and `eval()` of optimizers whose model trains on other weights than it is judged by.
+
+Schedule-free classes have both, and some of them take no step before they are told to train.
+"""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from shardstep.mixture import parts_of
+
+MODES = ("train", "eval")
+
+
+def has_modes(opt: Optimizer) -> bool:
+    """Whether the optimizer, or one that it is made of, has the two."""
+    return any(map(_has_both, parts_of(opt)))
+
+
+def turn(opt: Optimizer, mode: str) -> None:
+    """Have the optimizer, or whichever it is made of, go over to a mode; nothing if it has none."""
+    for part in parts_of(opt):
+        if _has_both(part):
+            getattr(part, mode)()
+
+
+def _has_both(opt: Optimizer) -> bool:
+    return all(callable(getattr(opt, mode, None)) for mode in MODES)
