@@ -91,7 +91,7 @@ def run_ranks(
     fn: Callable[..., T],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 150.0,
     backend: str = "gloo",
     **kwargs: Any,
 ) -> list[T]:

@@ -197,7 +197,7 @@ def test_a_load_that_fails_on_one_rank(tmp_path: Path) -> None:
 
 
 def test_ranks_that_ask_for_different_things(tmp_path: Path) -> None:
-    run_ranks(on_two_ranks, 2, tmp_path, "asks_for_something_else", timeout=20)
+    run_ranks(on_two_ranks, 2, tmp_path, "asks_for_something_else")
 
 
 # ------------------------------------------------------------------------- names and groups

@@ -205,7 +205,7 @@ def launch_and_leave() -> bool:
 
 
 def test_a_rank_that_has_no_use_for_a_gather_keeps_nobody_waiting() -> None:
-    assert run_ranks(launch_and_leave, 5, timeout=30.0) == [True] * 5
+    assert run_ranks(launch_and_leave, 5) == [True] * 5
 
 
 # ------------------------------------------------------------------------------------- training
@@ -325,7 +325,7 @@ def step_and_leave() -> bool:
 
 
 def test_a_rank_that_does_not_use_its_parameters_keeps_nobody_waiting() -> None:
-    assert run_ranks(step_and_leave, 5, timeout=30.0) == [True] * 5
+    assert run_ranks(step_and_leave, 5) == [True] * 5
 
 
 def step_before_another() -> bool:
@@ -346,7 +346,7 @@ def step_before_another() -> bool:
 
 
 def test_a_rank_may_wait_for_anothers_step_before_its_own() -> None:
-    assert run_ranks(step_before_another, 5, timeout=30.0) == [True] * 5
+    assert run_ranks(step_before_another, 5) == [True] * 5
 
 
 def run_out_of_data(layout: str) -> Tensor:
@@ -368,7 +368,7 @@ def run_out_of_data(layout: str) -> Tensor:
 
 def test_ranks_without_data_take_part_in_relayed_exchanges() -> None:
     whole, sliced = (
-        run_ranks(run_out_of_data, 5, layout, timeout=40.0) for layout in ("whole", "sliced")
+        run_ranks(run_out_of_data, 5, layout) for layout in ("whole", "sliced")
     )
     assert all(same_bits(one, other) for one, other in zip(whole, sliced, strict=True))
 
@@ -424,7 +424,7 @@ def collect_in_backward() -> bool:
 
 
 def test_collectives_in_backward_do_not_wait_for_relayed_gathers() -> None:
-    assert run_ranks(collect_in_backward, 5, timeout=40.0) == [True] * 5
+    assert run_ranks(collect_in_backward, 5) == [True] * 5
 
 
 ENDS = """
@@ -512,7 +512,7 @@ class Late:
 
 
 def test_threads_that_read_what_is_late_read_the_same() -> None:
-    seen = run_ranks(read_meanwhile, 5, timeout=40.0)
+    seen = run_ranks(read_meanwhile, 5)
     assert len({value for read in seen for value in read}) == 1
 
 
@@ -549,5 +549,5 @@ def keep_dying() -> str:
 
 def test_a_rank_that_fails_shows_on_the_others() -> None:
     with pytest.raises(Exception, match="gone") as caught:
-        run_ranks(keep_dying, 5, timeout=20.0)
+        run_ranks(keep_dying, 5)
     assert "gathering parameters" in str(caught.value)

@@ -748,8 +748,8 @@ def _die_in_backward() -> None:
 def test_when_a_rank_dies_in_backward_the_others_raise_and_name_the_operation() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r"shardstep: rank 0: reducing gradients failed"):
-        run_ranks(_die_in_backward, 2, timeout=20)
-    assert time.monotonic() - start < 15
+        run_ranks(_die_in_backward, 2, timeout=60)
+    assert time.monotonic() - start < 25, "not by a timeout"
 
 
 def _die_around_the_gather(when: str) -> None:
@@ -782,7 +782,7 @@ def _die_around_the_gather(when: str) -> None:
 @pytest.mark.parametrize("when", ["in flight", "before the launch"])
 def test_parameters_that_did_not_arrive_can_never_be_read(when: str) -> None:
     with pytest.raises(RankFailure, match="every read raised"):
-        run_ranks(_die_around_the_gather, 2, when, timeout=20)
+        run_ranks(_die_around_the_gather, 2, when, timeout=60)
 
 
 def test_one_rank_has_nothing_in_flight() -> None:

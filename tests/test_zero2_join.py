@@ -250,7 +250,7 @@ def _different_acts() -> None:
 
 
 def test_ranks_that_do_different_things_raise() -> None:
-    raises_on_every_rank(_different_acts, 2, RuntimeError, match="different things", timeout=30)
+    raises_on_every_rank(_different_acts, 2, RuntimeError, match="different things")
 
 
 def test_without_a_process_group_join_is_not_needed() -> None:
@@ -327,7 +327,7 @@ def _buffers_in_forward() -> list[torch.Tensor]:
 
 
 def test_buffers_that_a_forward_pass_evens_out_reach_ranks_without_data() -> None:
-    one, other = run_ranks(_buffers_in_forward, 2, timeout=30.0)
+    one, other = run_ranks(_buffers_in_forward, 2)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
