@@ -10,14 +10,23 @@ fast test that take many seconds.
 
 import os
 import re
+from typing import Any
 
 # Before torch is imported, since OpenMP reads it then; the ranks of a test inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+
+# How long an example takes says more of the machine than of the code, and what fails is to fail
+# again. To search further: `pytest --hypothesis-profile=search`.
+CALM: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("steady", derandomize=True, **CALM)
+settings.register_profile("search", max_examples=1000, **CALM)
+settings.load_profile("steady")
 
 #: Files whose tests have the number of ranks among their parameters.
 BY_RANKS = {

@@ -32,10 +32,6 @@ from shardstep.plan import (
 )
 from shardstep.plan.placement import MIN_SEGMENT_UNITS
 
-# A busy machine is no reason to fail; pytest-timeout bounds each test.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
-
 UNIT = 64  # the documented alignment; not imported, so that changing it is noticed here
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int8]

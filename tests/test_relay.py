@@ -367,9 +367,7 @@ def run_out_of_data(layout: str) -> Tensor:
 
 
 def test_ranks_without_data_take_part_in_relayed_exchanges() -> None:
-    whole, sliced = (
-        run_ranks(run_out_of_data, 5, layout) for layout in ("whole", "sliced")
-    )
+    whole, sliced = (run_ranks(run_out_of_data, 5, layout) for layout in ("whole", "sliced"))
     assert all(same_bits(one, other) for one, other in zip(whole, sliced, strict=True))
 
 

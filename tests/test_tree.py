@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstep.state.tree import INLINE_NBYTES, Leaf, decode, encode, leaves
-
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
 
 CPU = torch.device("cpu")
 
