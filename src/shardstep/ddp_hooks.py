@@ -325,7 +325,7 @@ class _BucketStepper:
                 param = zero._params[piece.param]
                 tensor.grad = part_of(grads[piece.param], piece, param, tensor.dtype)
         before = _counts(zero.optim)
-        zero.optim.step()
+        zero._local.step()
         self._counting = self._counting or _counts(zero.optim) != before
         for _, tensor in zero._shard:
             tensor.grad = None

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.describe import check_optimizer
+from shardstep.fill import filled
 from shardstep.layout.unseen import unseen
 from shardstep.mixture import CLASS_KEY, Mixture, parts_of
 from shardstep.modes import turn
@@ -29,15 +30,23 @@ class LocalOptimizer:
         exposed: the groups that the user sees, with all parameters; kept and written to.
         shard: this rank's pieces.
         make: constructs the optimizer from groups.
+        to_fill: says which groups are to be filled if there is nothing of them here.
 
     Attributes:
         optim: the optimizer.
     """
 
-    def __init__(self, exposed: Groups, shard: Shard, make: Callable[[Groups], Optimizer]) -> None:
+    def __init__(
+        self,
+        exposed: Groups,
+        shard: Shard,
+        make: Callable[[Groups], Optimizer],
+        to_fill: Callable[[], Sequence[int]],
+    ) -> None:
         self._exposed = exposed
         self._shard = shard
         self._make = make
+        self._to_fill = to_fill
         self.optim = make(self._groups(shard))
         check_optimizer(self.optim, len(exposed))
 
@@ -56,6 +65,28 @@ class LocalOptimizer:
             local.append(mine)
             start += len(group["params"])
         return local
+
+    def step(self, **kwargs: Any) -> Any:
+        """Take a step.
+
+        Args:
+            **kwargs: passed on to the optimizer's `step`.
+        """
+        with filled(self.optim, self._missing(self.optim)):
+            return self.optim.step(**kwargs)
+
+    def _missing(
+        self, optim: Optimizer, rehearsing: bool = False
+    ) -> dict[int, tuple[torch.Tensor, bool]]:
+        """The groups of `optim` that are to be filled, as `filled` takes them."""
+        missing = {}
+        for number in self._to_fill():
+            params = self._exposed[number]["params"]
+            if params and not optim.param_groups[number]["params"]:
+                with torch._C.DisableTorchFunctionSubclass():  # parameters in flight stay there
+                    has_gradient = any(param.grad is not None for param in params)
+                missing[number] = (params[0], rehearsing or has_gradient)
+        return missing
 
     def push_options(self) -> None:
         """Let what schedulers and users wrote to the exposed groups reach the optimizer."""
@@ -110,7 +141,8 @@ class LocalOptimizer:
         with self._unseen(list(copies.values())):
             twin = self._make(groups)
             turn(twin, "train")
-            twin.step()
+            with filled(twin, self._missing(twin, rehearsing=True)):
+                twin.step()
         states = {index: twin.state[copy] for index, copy in copies.items() if twin.state.get(copy)}
         return states, _loose(twin)
 
@@ -162,7 +194,8 @@ class LocalOptimizer:
             try:
                 twin = self._make(groups)
                 turn(twin, "train")
-                twin.step()
+                with filled(twin, self._missing(twin, rehearsing=True)):
+                    twin.step()
             except Exception as error:
                 return error
         return None

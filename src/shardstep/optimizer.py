@@ -195,7 +195,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return optimizer_class(groups, **defaults)
 
         def make_local() -> None:
-            self._local = LocalOptimizer(self.param_groups, self._shard, local)
+            self._local = LocalOptimizer(
+                self.param_groups, self._shard, local, self._layouts.filled
+            )
             self.optim = self._local.optim
 
         def make() -> tuple[ShardPlan, list[str]]:
@@ -583,7 +585,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 return loss
 
             kwargs["closure"] = evaluate
-        loss: float | None = self.optim.step(**kwargs)
+        loss: float | None = self._local.step(**kwargs)
         self._stepped = True
         self._gradients.release()
         self._settle()

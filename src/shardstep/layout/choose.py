@@ -131,6 +131,10 @@ class Layouts:
             for spec in specs
         ]
 
+    def filled(self) -> list[int]:
+        """The groups that are to be filled for a step on a rank that has nothing of them."""
+        return [n for n, c in enumerate(self.choices) if c.verdict is not None and c.verdict.filled]
+
     def forget(self, num_groups: int) -> None:
         """Only the first `num_groups` groups are left."""
         del self._asked[num_groups:]

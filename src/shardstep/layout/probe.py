@@ -34,7 +34,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.layout.constants import constants_everywhere, quick_constants
-from shardstep.layout.race import DECIDED, HEAD, DrawsRandomNumbers, Race
+from shardstep.layout.race import DECIDED, HEAD, PARAMETER, DrawsRandomNumbers, Race
 from shardstep.layout.trial import (
     LARGE,
     OTHERS,
@@ -77,6 +77,7 @@ class Verdict:
         random: whether it draws random numbers.
         loose: whether it keeps state that belongs to no parameter.
         error: what it raised if it could not even be constructed.
+        filled: whether that holds only if groups of which a rank has nothing are filled.
     """
 
     kind: Kind
@@ -84,6 +85,7 @@ class Verdict:
     random: bool = False
     loose: bool = False
     error: Exception | None = None
+    filled: bool = False
 
     @property
     def layout(self) -> Layout | None:
@@ -131,8 +133,9 @@ def probe(
                 if error is None or (failure.made and not made):
                     error, made = failure.error, failure.made
                 continue
-        notes = f" ({', '.join(trial.notes)})" if trial.notes else ""
-        return replace(verdict, why=f"{verdict.why}{notes}")
+        filling = ["with a tensor without elements in empty groups"] if verdict.filled else []
+        notes = ", ".join([*trial.notes, *filling])
+        return replace(verdict, why=f"{verdict.why} ({notes})" if notes else verdict.why)
     assert error is not None
     stage = "a step of it" if made else "constructing it"
     return Verdict(
@@ -154,11 +157,20 @@ def _one_thread() -> Iterator[None]:
 
 
 def _judge(trial: Trial) -> Verdict:
-    """Run the class in one way.
+    """Run the class in one way; if tensors seem coupled, with empty groups filled.
 
     Raises:
         NotTried: if it does not run in this way.
     """
+    verdict = _judge_as_it_is(trial)
+    if verdict.kind == "coupled" and PARAMETER not in verdict.why and trial.num_groups > 1:
+        with contextlib.suppress(NotTried):
+            other = _judge_as_it_is(replace(trial, filled=True))
+            return replace(other, filled=other.kind != "coupled")
+    return verdict
+
+
+def _judge_as_it_is(trial: Trial) -> Verdict:
     try:
         try:
             return _compare(trial)

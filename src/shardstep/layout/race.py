@@ -14,7 +14,7 @@ it turns out that they matter:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -37,6 +37,10 @@ process prepares once, and ranks have to count alike."""
 
 MANY_CALLS = 300
 """Beyond so many calls in that one, for two small matrices, the steps of a class take long."""
+
+
+PARAMETER = "a parameter"
+"""What is said to have differed where an update has: no empty group is to blame for that."""
 
 
 class DrawsRandomNumbers(Exception):
@@ -184,7 +188,7 @@ class _Shared:
             run.advance()
             for param, (number, interval) in zip(run.params, parts, strict=True):
                 if not same_bits(param, part(expected[number], interval)):
-                    self.difference = f"a parameter differed after step {self.steps}"
+                    self.difference = f"{PARAMETER} differed after step {self.steps}"
                     return
 
     def compare_rest(self, cut_too: bool) -> None:
@@ -212,11 +216,23 @@ class _Shared:
 
     def _differing_groups(self) -> str | None:
         """Every rank has all groups, and has to keep the same in them."""
-        if any(not same(self._whole.groups, run.groups) for run in self._runs):
-            return "what it keeps in its groups differed"
+        for run in self._runs:
+            for whole, own in zip(self._whole.groups, run.groups, strict=True):
+                if not same(whole, own):
+                    return f"what it keeps in its groups differed ({_first_unlike(whole, own)!r})"
         if any(not same(self._whole.loose, run.loose) for run in self._runs):
             return "state that belongs to no parameter differed"
         return None
+
+
+def _first_unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The first key under which there is not the same in both."""
+    return next(
+        k for k in {**one, **other} if not same(one.get(k, _NOTHING), other.get(k, _NOTHING))
+    )
+
+
+_NOTHING = type("Nothing", (), {})
 
 
 class _Counter(TorchFunctionMode):

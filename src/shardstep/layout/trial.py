@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shardstep.describe import check_optimizer
+from shardstep.fill import filled
 from shardstep.mixture import extras
 from shardstep.modes import has_modes, turn
 from shardstep.plan import ALIGNMENT, Interval
@@ -97,6 +98,7 @@ class Trial:
         closures: when a closure is passed to `step`.
         sizes: numbers of elements, rows or columns at which the class may make a difference.
         notes: what is particular about this way.
+        filled: whether a group of which an optimizer has nothing is filled for each step.
     """
 
     make: Callable[[list[dict[str, Any]]], Optimizer]
@@ -109,6 +111,7 @@ class Trial:
     closures: Closures
     sizes: tuple[int, ...]
     notes: tuple[str, ...]
+    filled: bool = False
 
     def group(self, number: int) -> int:
         """In which group a tensor is."""
@@ -314,16 +317,29 @@ class Run:
             if number == TURN and has_modes(self.opt):
                 turn(self.opt, "eval")
                 turn(self.opt, "train")
-            if now[self._trial.closures]:
-                self.opt.step(closure)  # type: ignore[arg-type]
-            else:
-                self.opt.step()
+            with filled(self.opt, self._missing(number)):
+                if now[self._trial.closures]:
+                    self.opt.step(closure)  # type: ignore[arg-type]
+                else:
+                    self.opt.step()
         except Exception as error:
             if evaluations <= 1:
                 raise NotTried(error, made=True) from error
         if evaluations > 1:
             raise SeveralEvaluations
         return self._drew_when_made or (draws is not None and draws.happened())
+
+    def _missing(self, step: int) -> dict[int, tuple[torch.Tensor, bool]]:
+        """The groups that are to be filled, as `filled` takes them."""
+        trial, missing = self._trial, {}
+        for number, group in enumerate(self.opt.param_groups if trial.filled else ()):
+            if not group["params"]:
+                every = range(len(trial.shapes))
+                tensors = [n for n in every if trial.group(n) == number] or every
+                grads = [gradient(trial.shapes, trial.dtype, n, step) for n in tensors]
+                like = start(trial, tensors[0]).to(trial.device)
+                missing[number] = (like, any(grad is not None for grad in grads))
+        return missing
 
     def _give_gradients(self, step: int) -> None:
         for param, (number, interval) in zip(self.params, self._parts, strict=True):

@@ -1,0 +1,181 @@
+"""Classes that do not get along with an empty group are sharded all the same, and count alike."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.optim import Optimizer
+
+from problems import difference
+from ranks import run_ranks
+from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep.layout.probe import probe
+
+
+class LeavesEmptyOut(Optimizer):
+    """Momentum with a counter in each group that has parameters, as fused classes have it."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if group["params"]:
+                group["step"] = group.get("step", 0) + 1
+                self.update(group)
+
+    def update(self, group: dict[str, Any]) -> None:
+        for param in group["params"]:
+            if param.grad is not None:
+                moment = self.state[param].setdefault("moment", torch.zeros_like(param))
+                moment.mul_(0.9).add_(self.direction(param.grad))
+                param.sub_(moment, alpha=group["lr"] / group["step"])
+
+    def direction(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class CountsWhereThereIsAGradient(LeavesEmptyOut):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group.setdefault("step", 0)
+        for group in self.param_groups:
+            with torch.no_grad():
+                if any(param.grad is not None for param in group["params"]):
+                    group["step"] += 1
+                    self.update(group)
+
+
+class TakesTheFirst(LeavesEmptyOut):
+    """Raises where a group is empty."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["where"] = str(group["params"][0].device)
+        super().step()
+
+
+class ByTensor(LeavesEmptyOut):
+    def direction(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad / (1 + grad.norm())
+
+
+CLASSES = {
+    LeavesEmptyOut: "element-wise",
+    CountsWhereThereIsAGradient: "coupled",
+    TakesTheFirst: "element-wise",
+    ByTensor: "per tensor",
+}
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_probe_tells(cls: type[Optimizer]) -> None:
+    verdict = probe(cls, {}, {})
+    assert verdict.kind == CLASSES[cls]
+    assert verdict.filled == (verdict.kind != "coupled")
+    assert verdict.filled == ("tensor without elements in empty groups" in str(verdict))
+    assert not probe(optim.AdamW, {}, {}).filled
+
+
+def test_what_differs_in_a_group_is_named() -> None:
+    assert "kept" in (found := str(probe(Keeps, {}, {}))), found
+
+
+class Keeps(LeavesEmptyOut):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["kept"] = sum(param.numel() for param in group["params"])
+
+
+class Net(nn.Module):
+    """So small beside its first group that most ranks have nothing of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(40, 40), nn.Linear(40, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.small(torch.tanh(self.large(x)))
+        return out
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [
+            {"params": list(self.large.parameters())},
+            {"params": list(self.small.parameters()), "lr": 0.2},
+        ]
+
+
+def make(cls: type[Optimizer], way: str) -> tuple[Net, Any]:
+    torch.manual_seed(0)
+    net = Net()
+    if way == "unsharded":
+        return net, cls(net.groups())  # type: ignore[call-arg]
+    module = {"module": net} if way == "module" else {}
+    return net, ZeroRedundancyOptimizer(net.groups(), cls, **module)
+
+
+def train(net: Net, opt: Any, steps: range) -> None:
+    for step in steps:
+        source = torch.Generator().manual_seed(step)
+        opt.zero_grad()
+        out = net(torch.randn(4, 40, generator=source))
+        # Some steps leave the second group without gradients, as freezing does.
+        net.small.requires_grad_(step % 4 != 3)
+        (out if step % 4 != 3 else net.large(torch.ones(1, 40))).square().mean().backward()
+        opt.step()
+
+
+def outcome(net: Net, opt: Any) -> Any:
+    kept = [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]
+    return [param.detach().clone() for param in net.parameters()], kept
+
+
+def sharded(cls: type[Optimizer], way: str, folder: Path) -> Any:
+    net, opt = make(cls, way)
+    train(net, opt, range(6))
+    checkpoint.save(folder / "six", opt, net)
+    middle = outcome(net, opt)
+    rank = dist.get_rank()
+    opt.consolidate_state_dict(to=dist.get_world_size() - 1)
+    saved = opt.state_dict() if rank == dist.get_world_size() - 1 else None
+    train(net, opt, range(6, 10))
+    other, fresh = make(cls, way)
+    checkpoint.load(folder / "six", fresh, other)
+    train(other, fresh, range(6, 10))
+    empty = not opt.optim.param_groups[1]["params"]
+    return middle, saved, outcome(net, opt), outcome(other, fresh), empty
+
+
+@pytest.mark.parametrize(
+    ("cls", "way", "ranks"),
+    [
+        (LeavesEmptyOut, "plain", 3),
+        (LeavesEmptyOut, "module", 2),
+        (TakesTheFirst, "plain", 2),
+        (ByTensor, "plain", 3),
+    ],
+)
+def test_numbers_and_counters_are_those_of_the_unsharded_class(
+    cls: type[Optimizer], way: str, ranks: int, tmp_path: Path
+) -> None:
+    net, opt = make(cls, "unsharded")
+    train(net, opt, range(6))
+    middle, saved = outcome(net, opt), copy.deepcopy(opt.state_dict())
+    train(net, opt, range(6, 10))
+    end = outcome(net, opt)
+    found = run_ranks(sharded, ranks, cls, way, tmp_path)
+    assert any(empty for *_, empty in found)
+    for number, (half, dumped, then, resumed, _) in enumerate(found):
+        assert difference(half, middle) is None
+        assert difference(then, end) is None
+        assert difference(resumed, end) is None
+        if number == ranks - 1:
+            assert difference(dumped, saved) is None
