@@ -481,6 +481,31 @@ def test_what_is_held_back_is_sent_once_by_the_next_backward_or_the_step() -> No
         assert all(found.values()), found
 
 
+def _freeze_and_hold_back() -> dict[str, Any]:
+    """The first forward pass after a parameter was frozen, or unfrozen, is held back."""
+    found: dict[str, Any] = {}
+    noticed, late = (with_zero(MLP_PROBLEM.fresh(), SGD) for _ in range(2))
+    for step, trains in ((0, True), (3, False), (6, True)):
+        for setup in (noticed, late):
+            setup.module.get_submodule("layers.2").requires_grad_(trains)
+        noticed.opt.zero_grad()  # which follows the change
+        for setup in (noticed, late):
+            before = _sent(setup)
+            with setup.no_sync():
+                setup.backward(step)
+                setup.backward(step + 1)
+            found[f"nothing sent from step {step} on"] = _sent(setup) == before
+            setup.backward(step + 2)
+            setup.finish()
+    found["same numbers"] = not differing(noticed.params, late.params)
+    return found
+
+
+def test_a_parameter_that_is_frozen_first_changes_nothing_about_what_is_held_back() -> None:
+    for found in run_ranks(_freeze_and_hold_back, 2):
+        assert all(found.values()), found
+
+
 class _Counted(nn.Module):
     """Has a buffer that every forward pass on every rank changes in its own way."""
 

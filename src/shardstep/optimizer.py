@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -462,6 +462,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         self._gather.detach()
         self._gradients.detach()
+        held_back = not self._gradients.synchronising
         now_frozen = (
             index
             for index, (old, new) in enumerate(zip(self._plan.specs, plan.specs, strict=False))
@@ -471,6 +472,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         shard = self._shard_of(plan)
         shard.take_masters(masters)
         self._adopt(plan, shard)
+        if held_back:
+            self._gradients.hold_back()
         self._local.adopt(shard, states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -648,13 +651,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             float(max_norm), float(norm_type), error_if_nonfinite, foreach
         )
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """While this lasts, backward only adds gradients up on each rank.
 
         They are sent with the next backward pass outside of it, or with the step. For use with
         `module`; entered on every rank.
         """
-        return self._gradients.no_sync()
+        within_another = not self._gradients.synchronising
+        self._gradients.hold_back()
+        try:
+            yield
+        finally:
+            # Another object may look after them by now, if a parameter was frozen in between.
+            if not within_another:
+                self._gradients.send_again()
 
     # -------------------------------------------------------------- the step in DDP's backward
 

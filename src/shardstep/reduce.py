@@ -17,8 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -492,26 +491,21 @@ class ShardedGradients:
         """Whether a backward pass would send what it finds: not under `no_sync`."""
         return not self._paused
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """While this lasts, gradients are only added up on each rank."""
-        before, self._paused = self._paused, True
+    def hold_back(self) -> None:
+        """From now on, only add gradients up on each rank. Called on every rank."""
+        self._paused = True
         # Set here and not where gradients come: on every rank alike, whatever its data.
         self._unsent = True
         self._collected = False
-        try:
-            yield
-        finally:
-            self._paused = before
-            if not before:
-                self._set_aside()
 
-    def _set_aside(self) -> None:
-        """Put stand-ins in place of what was held back.
+    def send_again(self) -> None:
+        """Let the next backward pass send its gradients, and what was held back with them.
 
-        These are this rank's gradients alone: torch's own clipping or a GradScaler, which read
-        `param.grad`, would take them for everybody's. On every rank alike, whatever it found.
+        Called on every rank. Stand-ins take the place of what was held back. It is this rank's
+        gradients alone: torch's own clipping or a GradScaler, which read `param.grad`, would take
+        them for everybody's. On every rank alike, whatever it found.
         """
+        self._paused = False
         for index in self._trained:
             self._put_aside(index)
 
