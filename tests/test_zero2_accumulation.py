@@ -506,6 +506,19 @@ def test_a_parameter_that_is_frozen_first_changes_nothing_about_what_is_held_bac
         assert all(found.values()), found
 
 
+def _detach_while_held_back() -> list[bool]:
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    with zero.no_sync():
+        zero.backward(0)
+        zero.opt.detach()
+    return [param.grad is None for param in zero.module.parameters()]
+
+
+def test_detaching_while_gradients_are_held_back_leaves_no_stand_ins() -> None:
+    for cleared in run_ranks(_detach_while_held_back, 2):
+        assert all(cleared)
+
+
 class _Counted(nn.Module):
     """Has a buffer that every forward pass on every rank changes in its own way."""
 

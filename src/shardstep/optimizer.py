@@ -460,9 +460,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             states: the state of this rank's pieces of it.
             masters: the masters of those that have one already.
         """
+        held_back = not self._gradients.synchronising
         self._gather.detach()
         self._gradients.detach()
-        held_back = not self._gradients.synchronising
         now_frozen = (
             index
             for index, (old, new) in enumerate(zip(self._plan.specs, plan.specs, strict=False))

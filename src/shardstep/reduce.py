@@ -505,9 +505,10 @@ class ShardedGradients:
         gradients alone: torch's own clipping or a GradScaler, which read `param.grad`, would take
         them for everybody's. On every rank alike, whatever it found.
         """
-        self._paused = False
-        for index in self._trained:
-            self._put_aside(index)
+        if self._paused:  # and not detached meanwhile
+            self._paused = False
+            for index in self._trained:
+                self._put_aside(index)
 
     def _put_aside(self, index: int) -> None:
         grad = self._params[index].grad
@@ -719,6 +720,7 @@ class ShardedGradients:
     def detach(self) -> None:
         """Remove the hooks and the stand-ins. Called on every rank."""
         self.zero(set_to_none=True)
+        self._paused = False
         for handle in self._handles:
             handle.remove()
         _watching.discard(self)
