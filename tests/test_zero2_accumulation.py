@@ -519,6 +519,23 @@ def test_detaching_while_gradients_are_held_back_leaves_no_stand_ins() -> None:
         assert all(cleared)
 
 
+def _unfreeze_with_gradients_on_one_rank() -> None:
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    zero.module.get_submodule("layers.2").requires_grad_(False)
+    zero.opt.zero_grad()
+    with zero.no_sync():
+        if rank() == 0:
+            zero.backward(0)
+        zero.module.get_submodule("layers.2").requires_grad_(True)
+        zero.backward(1)
+
+
+def test_ranks_that_hold_nothing_back_do_not_wait_for_one_that_would_lose_it() -> None:
+    raises_on_every_rank(
+        _unfreeze_with_gradients_on_one_rank, 2, RuntimeError, match="lose the gradients"
+    )
+
+
 class _Counted(nn.Module):
     """Has a buffer that every forward pass on every rank changes in its own way."""
 

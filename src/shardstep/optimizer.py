@@ -402,12 +402,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Adopt another plan and move the state to its new owners. Called on every rank.
 
         Raises:
-            RuntimeError: if there are gradients that the next step would miss, or the optimizer
-                keeps something of its parameters where it cannot be moved from.
+            RuntimeError: on every rank, if there are gradients on some that the next step would
+                miss, or the optimizer keeps something of its parameters where it cannot be moved
+                from.
         """
-        self._refuse_to_lose_gradients(what)
 
         def keep_and_make() -> tuple[ShardPlan, list[str]]:
+            # Not before the ranks meet: what was held back may be there on some of them only.
+            self._refuse_to_lose_gradients(what)
             self._refuse_to_lose_state(what)
             plan, lines = make()
             if next(plan.pieces(self.rank), None) is None:
