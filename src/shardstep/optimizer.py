@@ -412,6 +412,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._refuse_to_lose_gradients(what)
             self._refuse_to_lose_state(what)
             plan, lines = make()
+            self._refuse_other_shapes(plan.specs)
             if next(plan.pieces(self.rank), None) is None:
                 self._local.try_idle()
             return plan, lines
@@ -451,6 +452,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"its parameters beside its state ({where}); do it before the optimizer is "
                 "constructed, or construct another one"
             )
+
+    def _refuse_other_shapes(self, specs: Sequence[ParamSpec]) -> None:
+        """Raise for a parameter that has state, and was given data of another shape."""
+        states = self._local.states()
+        for index, (before, now) in enumerate(zip(self._plan.specs, specs, strict=False)):
+            if before.shape != now.shape and (states.get(index) or index in self._widened):
+                raise RuntimeError(
+                    f"rank {self.rank}: parameter {now.name!r} was given data of shape {now.shape} "
+                    f"in place of {before.shape}, which its state or master does not fit; "
+                    "construct another optimizer"
+                )
 
     def _switch(
         self, plan: ShardPlan, states: Mapping[int, Any], masters: Mapping[int, torch.Tensor]
