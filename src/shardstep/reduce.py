@@ -440,7 +440,7 @@ class ShardedGradients:
             own.fill_(1)
         else:
             flags = [index in self._used_here for index in self._trained]
-            own.copy_(torch.tensor(flags, dtype=torch.uint8))
+            own.copy_(torch.tensor(flags, dtype=torch.uint8, device="cpu"))
         cuts = range(0, everyone.numel() + 1, size) if size else ()
         if size:
             self._used_elsewhere.append((self._comm.all_gather(everyone, cuts), everyone))
