@@ -23,6 +23,7 @@ from shardstep.attach import (
     check_membership,
     describe_buffers,
     names_in,
+    share_start,
 )
 from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.dcp.stateful import (
@@ -245,6 +246,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             # backward pass through two modules reduces in an order that may differ between ranks.
             self._gather_comm = self._comm.again()
             self._comm = self._comm.again()
+            share_start(self._comm, module)
+            together(self._comm, "constructing ZeroRedundancyOptimizer", begin_again)
+            # Last: a module that was tied to nothing in the end would not run any more.
             self._tie = ModuleTie(
                 module,
                 self._comm,
@@ -253,8 +257,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._expect_backward,
                 lambda: self._announce("buffers", list),
             )
-            self._tie.share_start()
-            together(self._comm, "constructing ZeroRedundancyOptimizer", begin_again)
         # Schedulers look in `defaults` for what the optimizer knows, such as "betas".
         self.defaults = self.optim.defaults
         self._adopt(plan, self._shard)
