@@ -181,3 +181,24 @@ def frozen_beside_unsharded(cls: Any) -> list[int]:
 
 def test_other_attributes_do_no_harm() -> None:
     assert run_ranks(frozen_beside_unsharded, 2, Innocent) == [[], []]
+
+
+class Listing(SGD):
+    """Keeps the parameters themselves, which stay what they are when their data moves."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.every = [param for group in self.param_groups for param in group["params"]]
+
+
+@pytest.mark.parametrize("second", [{}, {"optimizer_class": SGD, "lr": 0.1}])
+def test_parameters_that_are_plain_tensors_are_not_taken_for_views_of_themselves(
+    second: dict[str, Any],
+) -> None:
+    tensors = [torch.ones(4, 4, requires_grad=True) for _ in range(2)]
+    groups = [{"params": tensors[:1]}, {"params": tensors[1:], **second}]
+    opt = ZeroRedundancyOptimizer(groups, Listing, parameters_as_bucket_view=True, lr=0.1)
+    sum(tensor.sum() for tensor in tensors).backward()  # type: ignore[union-attr]
+    opt.step()
+    for tensor in tensors:
+        torch.testing.assert_close(tensor, torch.full((4, 4), 0.9), rtol=0, atol=0)

@@ -138,6 +138,7 @@ def test_muon_and_adamw_on_masters_resume_at_another_number_of_ranks(tmp_path: P
 class Registered(optim.SGD):
     """Counts its instances, and shuffles with Python's random numbers."""
 
+    shardstep_layout = "sliced"  # it is not tried then
     made = 0
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
@@ -448,3 +449,66 @@ def test_a_report_counts_masters_and_what_travels_in_another_dtype(
 def test_a_report_of_one_rank_counts_its_gradients_once() -> None:
     said, held = reported(None, frozen=False)["gradients"]
     assert said == held > 0
+
+
+# ------------------------------------------------------------- where torch makes its tensors
+
+
+def _with_default_device(device: str, path: Path) -> list[torch.Tensor]:
+    """A loop in which a part of the model has no gradient, saved in both ways and loaded."""
+    model = net()
+    batches = [torch.randn(2, 30, dtype=torch.bfloat16) for _ in range(3)]
+    with torch.device(device):
+        opt = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, module=model, bucket_bytes=1)
+        for batch in batches:
+            model.get_submodule("0")(batch).square().mean().backward()
+            opt.clip_grad_norm_(1.0)
+            opt.step()
+            opt.zero_grad()
+        ckpt.save(path / device, opt, model)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        ckpt.load(path / device, opt, model)
+        ckpt.async_save(path / f"{device}-async", opt, model).wait()
+        master = opt.full_master("0.weight")
+    assert master is not None
+    return copies([*model.parameters(), master])
+
+
+def _default_devices(path: Path) -> list[int]:
+    return differing(*(_with_default_device(device, path) for device in ("cpu", "meta")))
+
+
+def test_the_default_device_is_the_user_s_own_affair(tmp_path: Path) -> None:
+    assert run_ranks(_default_devices, 2, tmp_path) == [[], []]
+
+
+# --------------------------------------------------------------------- what is made twice
+
+
+class MadeOnce(optim.SGD):
+    """Cannot be made a second time, for rank 0's parameters."""
+
+    shardstep_layout = "sliced"  # it is not tried then
+    made = 0
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        MadeOnce.made += 1
+        if MadeOnce.made > 1:
+            raise ValueError("one is enough")
+
+
+def _give_up() -> torch.Tensor:
+    model = net(torch.float32)
+    with pytest.raises(ValueError, match="one is enough"):
+        ZeroRedundancyOptimizer(model.parameters(), MadeOnce, module=model, lr=0.1)
+    out: torch.Tensor = model(torch.ones(2, 30))
+    return out.detach()
+
+
+def test_a_module_runs_on_after_an_optimizer_that_could_not_be_made() -> None:
+    expected = net(torch.float32)(torch.ones(2, 30)).detach()
+    for out in run_ranks(_give_up, 2):
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)

@@ -31,6 +31,8 @@ from shardstep import (
     hook_with_zero_step_interleaved,
 )
 from shardstep.comm import connect
+from shardstep.comm.background import Background
+from shardstep.comm.base import Done
 from shardstep.plan import gather_numel_sent, reduce_numel_sent, relay
 
 UNIT = 64
@@ -549,3 +551,12 @@ def test_a_rank_that_fails_shows_on_the_others() -> None:
     with pytest.raises(Exception, match="gone") as caught:
         run_ranks(keep_dying, 5)
     assert "gathering parameters" in str(caught.value)
+
+
+def test_without_a_thread_to_be_had_nobody_waits_for_what_is_never_done() -> None:
+    background = Background()
+    with mock.patch("threading.Thread.start", side_effect=RuntimeError("no more threads")):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no more threads"):
+                background.do(Done)
+    background.do(Done).wait()

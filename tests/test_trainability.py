@@ -316,6 +316,23 @@ def test_ranks_that_freeze_different_parameters_are_told() -> None:
 # ---------------------------------------------------------- checkpoints after such changes
 
 
+def _other_shape(rows: int, with_module: bool) -> None:
+    module = nn.Linear(16, 64)
+    tie = {"module": module} if with_module else {}
+    opt = ZeroRedundancyOptimizer(module.parameters(), optim.AdamW, **tie)
+    for _ in range(2):
+        module(torch.ones(2, 16)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        module.weight.data, module.bias.data = torch.ones(rows, 16), torch.ones(rows)
+
+
+@pytest.mark.parametrize("with_module", [False, True])
+def test_data_of_a_shape_that_state_does_not_fit_is_refused_everywhere(with_module: bool) -> None:
+    match = r"'.*' was given data of shape \(80, 16\) in place of \(64, 16\)"
+    raises_on_every_rank(_other_shape, 2, RuntimeError, 80, with_module, match=match)
+
+
 def _checkpoints(layout: str, view: bool) -> list[str]:
     """Save and load at every change; the unsharded optimizer does the same."""
     failures = []

@@ -481,6 +481,61 @@ def test_what_is_held_back_is_sent_once_by_the_next_backward_or_the_step() -> No
         assert all(found.values()), found
 
 
+def _freeze_and_hold_back() -> dict[str, Any]:
+    """The first forward pass after a parameter was frozen, or unfrozen, is held back."""
+    found: dict[str, Any] = {}
+    noticed, late = (with_zero(MLP_PROBLEM.fresh(), SGD) for _ in range(2))
+    for step, trains in ((0, True), (3, False), (6, True)):
+        for setup in (noticed, late):
+            setup.module.get_submodule("layers.2").requires_grad_(trains)
+        noticed.opt.zero_grad()  # which follows the change
+        for setup in (noticed, late):
+            before = _sent(setup)
+            with setup.no_sync():
+                setup.backward(step)
+                setup.backward(step + 1)
+            found[f"nothing sent from step {step} on"] = _sent(setup) == before
+            setup.backward(step + 2)
+            setup.finish()
+    found["same numbers"] = not differing(noticed.params, late.params)
+    return found
+
+
+def test_a_parameter_that_is_frozen_first_changes_nothing_about_what_is_held_back() -> None:
+    for found in run_ranks(_freeze_and_hold_back, 2):
+        assert all(found.values()), found
+
+
+def _detach_while_held_back() -> list[bool]:
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    with zero.no_sync():
+        zero.backward(0)
+        zero.opt.detach()
+    return [param.grad is None for param in zero.module.parameters()]
+
+
+def test_detaching_while_gradients_are_held_back_leaves_no_stand_ins() -> None:
+    for cleared in run_ranks(_detach_while_held_back, 2):
+        assert all(cleared)
+
+
+def _unfreeze_with_gradients_on_one_rank() -> None:
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    zero.module.get_submodule("layers.2").requires_grad_(False)
+    zero.opt.zero_grad()
+    with zero.no_sync():
+        if rank() == 0:
+            zero.backward(0)
+        zero.module.get_submodule("layers.2").requires_grad_(True)
+        zero.backward(1)
+
+
+def test_ranks_that_hold_nothing_back_do_not_wait_for_one_that_would_lose_it() -> None:
+    raises_on_every_rank(
+        _unfreeze_with_gradients_on_one_rank, 2, RuntimeError, match="lose the gradients"
+    )
+
+
 class _Counted(nn.Module):
     """Has a buffer that every forward pass on every rank changes in its own way."""
 

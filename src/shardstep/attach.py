@@ -81,6 +81,12 @@ def broadcast(comm: Comm, tensors: Iterable[torch.Tensor], source: int) -> None:
                 tensor.copy_(part.view(tensor.shape))
 
 
+def share_start(comm: Comm, module: torch.nn.Module) -> None:
+    """Make rank 0's parameters and buffers everyone's. Called on every rank."""
+    broadcast(comm, module.parameters(), source=0)
+    broadcast(comm, module.buffers(), source=0)
+
+
 class ModuleTie:
     """The hooks at a module's root, and its buffers.
 
@@ -115,11 +121,6 @@ class ModuleTie:
             module.register_forward_pre_hook(Hook(self._pre_forward)),
             module.register_forward_hook(Hook(self._post_forward)),
         ]
-
-    def share_start(self) -> None:
-        """Make rank 0's parameters and buffers everyone's. Called on every rank."""
-        broadcast(self._comm, self._module.parameters(), source=0)
-        broadcast(self._comm, self._module.buffers(), source=0)
 
     def sync_buffers(self) -> None:
         """Make one rank's buffers everyone's. Called on every rank, after a step.

@@ -18,8 +18,7 @@ until DDP has settled on them: the first iteration steps like any other.
 # themselves.
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -418,11 +417,9 @@ class OfferedGradients(ShardedGradients):
                 self._params[index].grad = self._standing[index]
         super().collect()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def hold_back(self) -> None:
         """Not this optimizer's business here."""
         raise RuntimeError("it is DDP's to say when gradients are only added up: use ddp.no_sync()")
-        yield
 
     def zero(self, set_to_none: bool) -> None:
         """Forget the gradients. Called on every rank."""

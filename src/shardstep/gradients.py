@@ -7,7 +7,6 @@ instead is in `reduce.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Protocol
 
@@ -45,8 +44,15 @@ class Gradients(Protocol):
     def full(self, param: int) -> torch.Tensor | None:
         """The whole gradient of one parameter."""
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """While this lasts, gradients are only added up on each rank."""
+    @property
+    def synchronising(self) -> bool:
+        """Whether gradients are sent as they come, and not held back."""
+
+    def hold_back(self) -> None:
+        """From now on, only add gradients up on each rank."""
+
+    def send_again(self) -> None:
+        """Hold gradients back no longer."""
 
     def held(self) -> bool:
         """Whether there are gradients for a step that are lost with this object."""
@@ -84,6 +90,7 @@ class FullGradients:
         ]
 
     nbytes = 0
+    synchronising = True
 
     def collect(self) -> None:
         """Point each part of a parameter at its part of that parameter's gradient.
@@ -148,12 +155,15 @@ class FullGradients:
         grad = self._params[param].grad
         return None if grad is None else grad.detach().clone()
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def hold_back(self) -> None:
         """Not this optimizer's business here."""
         raise RuntimeError(
             "without module= the gradients are synchronised by somebody else: use that one's "
             "no_sync(), such as DistributedDataParallel's"
         )
+
+    def send_again(self) -> None:
+        """Nothing is held back."""
 
     def held(self) -> bool:
         """They are in `param.grad`, whatever happens here."""

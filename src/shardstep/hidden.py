@@ -43,11 +43,12 @@ def view_kept(optim: Optimizer) -> str | None:
     params = [param for group in optim.param_groups for param in group["params"] if param.numel()]
     # By where it starts: in a bucket, what starts elsewhere is another parameter.
     memory = {param.data_ptr() for param in params}
+    names = {id(param) for param in params}
     kept = [("the state", optim.state), *_attributes(optim)]
     for name, value in kept:
         for leaf in tree_leaves(dict(value) if isinstance(value, Mapping) else value):
             plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided
-            if plain and leaf.numel() and leaf.data_ptr() in memory:
+            if plain and id(leaf) not in names and leaf.numel() and leaf.data_ptr() in memory:
                 return f"a view of a parameter in {name if value is optim.state else repr(name)}"
     return None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,6 +23,7 @@ from shardstep.attach import (
     check_membership,
     describe_buffers,
     names_in,
+    share_start,
 )
 from shardstep.buffers import BucketViews, Home, OwnStorage, flat
 from shardstep.checkpoint.dcp.stateful import (
@@ -248,6 +249,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             # backward pass through two modules reduces in an order that may differ between ranks.
             self._gather_comm = self._comm.again()
             self._comm = self._comm.again()
+            share_start(self._comm, module)
+            together(self._comm, "constructing ZeroRedundancyOptimizer", begin_again)
+            # Last: a module that was tied to nothing in the end would not run any more.
             self._tie = ModuleTie(
                 module,
                 self._comm,
@@ -256,8 +260,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._expect_backward,
                 lambda: self._announce("buffers", list),
             )
-            self._tie.share_start()
-            together(self._comm, "constructing ZeroRedundancyOptimizer", begin_again)
         # Schedulers look in `defaults` for what the optimizer knows, such as "betas".
         self.defaults = self.optim.defaults
         self._adopt(plan, self._shard)
@@ -405,14 +407,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Adopt another plan and move the state to its new owners. Called on every rank.
 
         Raises:
-            RuntimeError: if there are gradients that the next step would miss, or the optimizer
-                keeps something of its parameters where it cannot be moved from.
+            RuntimeError: on every rank, if there are gradients on some that the next step would
+                miss, or the optimizer keeps something of its parameters where it cannot be moved
+                from.
         """
-        self._refuse_to_lose_gradients(what)
 
         def keep_and_make() -> tuple[ShardPlan, list[str]]:
+            # Not before the ranks meet: what was held back may be there on some of them only.
+            self._refuse_to_lose_gradients(what)
             self._refuse_to_lose_state(what)
             plan, lines = make()
+            self._refuse_other_shapes(plan.specs)
             if next(plan.pieces(self.rank), None) is None:
                 self._local.try_idle()
             return plan, lines
@@ -453,6 +458,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "constructed, or construct another one"
             )
 
+    def _refuse_other_shapes(self, specs: Sequence[ParamSpec]) -> None:
+        """Raise for a parameter that has state, and was given data of another shape."""
+        states = self._local.states()
+        for index, (before, now) in enumerate(zip(self._plan.specs, specs, strict=False)):
+            if before.shape != now.shape and (states.get(index) or index in self._widened):
+                raise RuntimeError(
+                    f"rank {self.rank}: parameter {now.name!r} was given data of shape {now.shape} "
+                    f"in place of {before.shape}, which its state or master does not fit; "
+                    "construct another optimizer"
+                )
+
     def _switch(
         self, plan: ShardPlan, states: Mapping[int, Any], masters: Mapping[int, torch.Tensor]
     ) -> None:
@@ -463,6 +479,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             states: the state of this rank's pieces of it.
             masters: the masters of those that have one already.
         """
+        held_back = not self._gradients.synchronising
         self._gather.detach()
         self._gradients.detach()
         now_frozen = (
@@ -474,6 +491,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         shard = self._shard_of(plan)
         shard.take_masters(masters)
         self._adopt(plan, shard)
+        if held_back:
+            self._gradients.hold_back()
         self._local.adopt(shard, states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -727,13 +746,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             float(max_norm), float(norm_type), error_if_nonfinite, foreach
         )
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """While this lasts, backward only adds gradients up on each rank.
 
         They are sent with the next backward pass outside of it, or with the step. For use with
         `module`; entered on every rank.
         """
-        return self._gradients.no_sync()
+        within_another = not self._gradients.synchronising
+        self._gradients.hold_back()
+        try:
+            yield
+        finally:
+            # Another object may look after them by now, if a parameter was frozen in between.
+            if not within_another:
+                self._gradients.send_again()
 
     # -------------------------------------------------------------- the step in DDP's backward
 

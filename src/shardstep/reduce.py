@@ -17,8 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -441,7 +440,7 @@ class ShardedGradients:
             own.fill_(1)
         else:
             flags = [index in self._used_here for index in self._trained]
-            own.copy_(torch.tensor(flags, dtype=torch.uint8))
+            own.copy_(torch.tensor(flags, dtype=torch.uint8, device="cpu"))
         cuts = range(0, everyone.numel() + 1, size) if size else ()
         if size:
             self._used_elsewhere.append((self._comm.all_gather(everyone, cuts), everyone))
@@ -492,28 +491,24 @@ class ShardedGradients:
         """Whether a backward pass would send what it finds: not under `no_sync`."""
         return not self._paused
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """While this lasts, gradients are only added up on each rank."""
-        before, self._paused = self._paused, True
+    def hold_back(self) -> None:
+        """From now on, only add gradients up on each rank. Called on every rank."""
+        self._paused = True
         # Set here and not where gradients come: on every rank alike, whatever its data.
         self._unsent = True
         self._collected = False
-        try:
-            yield
-        finally:
-            self._paused = before
-            if not before:
-                self._set_aside()
 
-    def _set_aside(self) -> None:
-        """Put stand-ins in place of what was held back.
+    def send_again(self) -> None:
+        """Let the next backward pass send its gradients, and what was held back with them.
 
-        These are this rank's gradients alone: torch's own clipping or a GradScaler, which read
-        `param.grad`, would take them for everybody's. On every rank alike, whatever it found.
+        Called on every rank. Stand-ins take the place of what was held back. It is this rank's
+        gradients alone: torch's own clipping or a GradScaler, which read `param.grad`, would take
+        them for everybody's. On every rank alike, whatever it found.
         """
-        for index in self._trained:
-            self._put_aside(index)
+        if self._paused:  # and not detached meanwhile
+            self._paused = False
+            for index in self._trained:
+                self._put_aside(index)
 
     def _put_aside(self, index: int) -> None:
         grad = self._params[index].grad
@@ -725,6 +720,7 @@ class ShardedGradients:
     def detach(self) -> None:
         """Remove the hooks and the stand-ins. Called on every rank."""
         self.zero(set_to_none=True)
+        self._paused = False
         for handle in self._handles:
             handle.remove()
         _watching.discard(self)

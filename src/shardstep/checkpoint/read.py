@@ -32,7 +32,7 @@ class Room(Protocol):
 
 def on_cpu(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Ordinary memory."""
-    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")
 
 
 WRAPPING_PACKAGES = ("torchao",)

@@ -244,7 +244,7 @@ def _stretches(source: Streamed) -> Iterator[torch.Tensor]:
     """The elements of a tensor that is yet to be read, each stretch in the memory of the last."""
     total = math.prod(source.shape)
     at_once = max(1, CHUNK_NBYTES // source.itemsize)
-    buffer = torch.empty(min(total, at_once), dtype=source.dtype)
+    buffer = torch.empty(min(total, at_once), dtype=source.dtype, device="cpu")
     for start in range(0, total, at_once):
         interval = Interval(start, min(total, start + at_once))
         for stretch, box in boxes(interval, source.shape, contiguous(source.shape)):
@@ -393,7 +393,7 @@ class File:
             if not partial:
                 self._fetch(offset, into, dtype, [rows, *shape[1:]])
                 continue
-            slab = torch.empty([rows, *shape[1:]], dtype=dtype)
+            slab = torch.empty([rows, *shape[1:]], dtype=dtype, device="cpu")
             self._fetch(offset, slab, dtype, list(slab.shape))
             for dim, (begin, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True), 1):
                 slab = slab.narrow(dim, begin, size)
@@ -404,7 +404,7 @@ class File:
     ) -> None:
         """Read contiguous bytes into `target`, directly where it has their form."""
         direct = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
-        into = target if direct else torch.empty(shape, dtype=dtype)
+        into = target if direct else torch.empty(shape, dtype=dtype, device="cpu")
         buffer, done = raw_bytes(into), 0
         while done < len(buffer):
             with naming(self._path):

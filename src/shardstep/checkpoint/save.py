@@ -109,7 +109,7 @@ class _Desk:
         on_device = any(tensor.device.type != "cpu" for tensor in tensors)
         if self.memory is None or self.memory.numel() < total:
             self.memory = None  # not both at once
-            self.memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_device)
+            self.memory = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=on_device)
         files: dict[str, dict[str, Source]] = {}
         start = 0
         for name, file in job.files.items():

@@ -36,8 +36,9 @@ class Background:
         later = _Later(what)
         _under_way.add(later)
         if not self._begun:
-            self._begun = True
+            # If there can be no more threads, this raises, and so it is to do the next time.
             threading.Thread(target=_work, args=(self._told,), daemon=True).start()
+            self._begun = True
             weakref.finalize(self, self._told.put, None)
         self._told.put(later)
         return later

@@ -44,7 +44,7 @@ class Scratch:
         self.rest()
         numel = math.prod(shape)
         if not numel:
-            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")
         flat = torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self._used)
         self._used += math.ceil(flat.nbytes / ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
         return flat.as_strided(tuple(shape), tuple(stride))
