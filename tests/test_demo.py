@@ -256,7 +256,20 @@ def test_help_and_version_read_well() -> None:
 def test_a_bad_option_is_explained_without_a_traceback() -> None:
     result = CliRunner().invoke(app, ["demo", "--width", "30"])
     assert result.exit_code == 2
+    assert "--width" in result.output
     assert "multiple" in result.output
+    result = CliRunner().invoke(app, ["demo", "--steps", "3", "--seed", str(10**30)])
+    assert result.exit_code == 2
+    assert "--seed" in result.output
+
+
+def test_a_record_that_could_not_be_written_is_refused_before_the_demo_runs(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "record.json"
+    result = CliRunner().invoke(app, ["demo", "--steps", "3", "--json", str(path)])
+    assert result.exit_code == 2
+    assert "--json" in result.output
+    assert "there is no folder" in result.output
+    assert "Traceback" not in result.output
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -218,7 +218,7 @@ def import_(
     names: Annotated[
         Path | None,
         typer.Option(
-            metavar="TEXT",
+            metavar="FILE",
             help="A file with the names of the optimizer's parameters, one per line, in the order "
             "of its groups, if its state dict has none.",
         ),

@@ -19,7 +19,9 @@ from shardstep.report.table import demo_table, verdict_lines
 def demo(
     ranks: Annotated[int, typer.Option(min=1, help="Local processes to train on.")] = 2,
     steps: Annotated[int, typer.Option(min=WARMUP_STEPS + 1, help="Steps of each run.")] = 60,
-    seed: Annotated[int, typer.Option(help="Chooses the weights and the batches.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32, help="Chooses the weights and the batches.")
+    ] = 0,
     layers: Annotated[int, typer.Option(min=1, help="Transformer blocks of the model.")] = 4,
     width: Annotated[int, typer.Option(min=4, help="Width of the model, a multiple of 4.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = 8,
@@ -35,15 +37,13 @@ def demo(
     traffic and time.
     """
     try:
-        config = DemoConfig(
-            model=GPTConfig(n_layer=layers, n_embd=width),
-            ranks=ranks,
-            steps=steps,
-            seed=seed,
-            batch_size=batch,
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        model = GPTConfig(n_layer=layers, n_embd=width)
+    except ValueError:
+        raise typer.BadParameter(f"{width} is not a multiple of 4", param_hint="--width") from None
+    if json_path is not None and not json_path.parent.is_dir():
+        # Now, and not when there is a record to lose.
+        raise typer.BadParameter(f"there is no folder {json_path.parent}", param_hint="--json")
+    config = DemoConfig(model=model, ranks=ranks, steps=steps, seed=seed, batch_size=batch)
     console = Console()
     try:
         with DemoProgress(console, steps) as progress:
