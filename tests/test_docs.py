@@ -117,6 +117,14 @@ def test_every_python_block_is_python(block: Block) -> None:
     ast.parse(block.code, filename=str(block))
 
 
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_what_blocks_take_from_the_package_it_exports(block: Block) -> None:
+    # A type checker knows no others, even where an import within the package has put them there.
+    nodes = [node for node in ast.walk(ast.parse(block.code)) if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in nodes if ast.unparse(node.value) == "shardstep"}
+    assert used <= set(shardstep.__all__)
+
+
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.marked], ids=str)
 def test_blocks_that_are_marked_to_be_run_run(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

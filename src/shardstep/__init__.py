@@ -1,5 +1,6 @@
 """ZeRO for any PyTorch optimizer: DDP's numbers and speed with 1/N of its optimizer state."""
 
+from shardstep import checkpoint
 from shardstep.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved, register
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.precision import MixedPrecision
@@ -7,6 +8,7 @@ from shardstep.precision import MixedPrecision
 __all__ = [
     "MixedPrecision",
     "ZeroRedundancyOptimizer",
+    "checkpoint",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "register",
