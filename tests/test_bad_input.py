@@ -255,6 +255,16 @@ BAD: Bad = {
         ValueError,
         "has to make a torch.optim.Optimizer, but it made a _FunctionalAdam",
     ),
+    "an optimizer in place of its class": (
+        lambda: {"params": [p(4)], "optimizer_class": Adam([p(4)])},
+        TypeError,
+        "optimizer_class has to be a class.* not an object of type Adam; pass the class",
+    ),
+    "the name of a class": (
+        lambda: {"params": [p(4)], "optimizer_class": "Adam"},
+        TypeError,
+        "optimizer_class has to be a class.* not an object of type str",
+    ),
     "an optimizer class that couples all parameters": (
         lambda: {"params": [p(4)], "optimizer_class": torch.optim.LBFGS},
         ValueError,

@@ -183,6 +183,19 @@ def _check(param: torch.Tensor, name: str) -> None:
         )
 
 
+def check_class(given: Any) -> None:
+    """Make sure that an optimizer class, or something else that makes optimizers, was given.
+
+    Raises:
+        TypeError: if it cannot be called, as an optimizer that was made already.
+    """
+    if not callable(given):
+        raise TypeError(
+            "optimizer_class has to be a class, such as torch.optim.AdamW, not an object of type "
+            f"{type(given).__name__}; pass the class, and its options by their names"
+        )
+
+
 def check_optimizer(made: Any, num_groups: int) -> None:
     """Make sure that what an optimizer class has made can be one rank's part of an optimizer.
 

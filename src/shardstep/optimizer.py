@@ -35,7 +35,14 @@ from shardstep.checkpoint.dcp.stateful import (
 )
 from shardstep.checkpoint.names import tensors_of
 from shardstep.comm import Comm, connect
-from shardstep.describe import Given, describe, describe_options, is_trainable, parameters
+from shardstep.describe import (
+    Given,
+    check_class,
+    describe,
+    describe_options,
+    is_trainable,
+    parameters,
+)
 from shardstep.dtensor import describe_part, local_part, refuse_dtensors
 from shardstep.gather import Gather, GatherAhead, GatherNow
 from shardstep.gradients import FullGradients, Gradients
@@ -204,6 +211,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         def make() -> tuple[ShardPlan, list[str]]:
             if overlap_with_ddp and module is not None:
                 raise ValueError("module= replaces DDP: leave out overlap_with_ddp=True")
+            check_class(optimizer_class)
             self._precision = resolve(precision, self._apart, module is not None)
             self._rounding = StochasticRounding(self._precision.seed)
             # The local optimizer knows the class's defaults, in the class's order; they are taken
