@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ranks import raises_on_every_rank, run_ranks
 from shardstep import ZeroRedundancyOptimizer
@@ -27,6 +28,11 @@ def build(params: Any, optimizer_class: Any = SGD, **options: Any) -> ZeroRedund
     if optimizer_class is SGD:
         options.setdefault("lr", 0.1)
     return ZeroRedundancyOptimizer(params, optimizer_class, **options)
+
+
+def around(module: torch.nn.Module) -> dict[str, Any]:
+    """What hands over a DDP wrapper, or what is around one, in place of the module inside."""
+    return {"params": module.parameters(), "module": module}
 
 
 # -------------------------------------------------------------------- ranks that differ
@@ -270,6 +276,16 @@ BAD: Bad = {
         ValueError,
         "LBFGS couples all parameters.*unsharded",
     ),
+    "a module in DDP": (
+        lambda: around(DDP(torch.nn.Linear(4, 4))),
+        ValueError,
+        "module= replaces DDP.* pass the module inside",
+    ),
+    "a module with DDP inside": (
+        lambda: around(torch.nn.Sequential(DDP(torch.nn.Linear(4, 4)))),
+        ValueError,
+        "module= replaces DDP.* '0'",
+    ),
     "an unknown layout": (
         lambda: {"params": [p(4)], "layout": "slices"},
         ValueError,
@@ -288,7 +304,7 @@ BAD: Bad = {
     ),
 }
 
-OURS_ALONE = {"layout", "bucket_bytes"}
+OURS_ALONE = {"layout", "bucket_bytes", "module"}
 
 #: Where upstream's type is an accident (it compares type names first) we do as torch.optim does.
 UPSTREAM_S_OWN = {"a number in a group": ValueError}
@@ -604,3 +620,19 @@ def step_of_two_classes() -> list[float]:
         param.grad = torch.ones_like(param)
     opt.step()
     return torch.cat([param.detach().flatten() for param in params]).unique().tolist()
+
+
+def wrap_in_ddp_afterwards() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = build(module.parameters(), module=module)
+    wrapped = DDP(module)
+    for _ in range(2):
+        wrapped(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_ddp_around_a_module_of_an_optimizer_is_refused_and_named() -> None:
+    raises_on_every_rank(
+        wrap_in_ddp_afterwards, 2, RuntimeError, match="with module=, leave DDP out"
+    )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.nn.parallel import DistributedDataParallel
 
 from shardstep.buffers import flat, is_dense
 from shardstep.comm import Comm
@@ -27,8 +28,15 @@ def check_membership(module: torch.nn.Module, params: Sequence[torch.Tensor]) ->
 
     Raises:
         ValueError: if the optimizer has a parameter that is not the module's, or lacks one that
-            trains: nobody would synchronise its gradient.
+            trains: nobody would synchronise its gradient. If there is a DDP wrapper: two would.
     """
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            where = f", here at {name!r}" if name else ""
+            raise ValueError(
+                "module= replaces DDP, which would reduce the same gradients; pass the module "
+                f"inside of the wrapper{where}, and call that one"
+            )
     given = {id(param) for param in params}
     names = names_in(module)
     for number, param in enumerate(params):

@@ -102,7 +102,8 @@ class ShardedGrad(torch.Tensor):
                 f"{found.param_name!r}: it lies divided among the ranks. Use "
                 "optimizer.clip_grad_norm_(...) to clip, and, to see it, "
                 f"optimizer.full_grad({found.param_name!r}) on every rank; before the next "
-                "backward pass through a DDP module, clear it with zero_grad()"
+                "backward pass through a DDP module, clear it with zero_grad(); with module=, "
+                "leave DDP out"
             )
         return act(grads, *args[1:])
 
