@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -286,6 +287,16 @@ BAD: Bad = {
         ValueError,
         "module= replaces DDP.* '0'",
     ),
+    "a learning rate in the place of a process group": (
+        lambda: {"params": [p(4)], "process_group": 0.1},
+        TypeError,
+        "process_group has to be a ProcessGroup, not a float",
+    ),
+    "a mesh in the place of a process group": (
+        lambda: {"params": [p(4)], "process_group": init_device_mesh("cpu", (2,))},
+        TypeError,
+        r"not a DeviceMesh; .*get_group\(\)",
+    ),
     "an unknown layout": (
         lambda: {"params": [p(4)], "layout": "slices"},
         ValueError,
@@ -304,7 +315,7 @@ BAD: Bad = {
     ),
 }
 
-OURS_ALONE = {"layout", "bucket_bytes", "module"}
+OURS_ALONE = {"layout", "bucket_bytes", "module", "process_group"}
 
 #: Where upstream's type is an accident (it compares type names first) we do as torch.optim does.
 UPSTREAM_S_OWN = {"a number in a group": ValueError}
@@ -636,3 +647,15 @@ def test_ddp_around_a_module_of_an_optimizer_is_refused_and_named() -> None:
     raises_on_every_rank(
         wrap_in_ddp_afterwards, 2, RuntimeError, match="with module=, leave DDP out"
     )
+
+
+def test_a_rank_of_torchrun_s_without_a_process_group_is_told_to_make_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # It would train alone, and so would each of the others, without a word.
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"2 ranks.*init_process_group\(\) first"):
+        build([p(4)])
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    build([p(4)])

@@ -34,7 +34,7 @@ from shardstep.checkpoint.dcp.stateful import (
     sharded_state,
 )
 from shardstep.checkpoint.names import tensors_of
-from shardstep.comm import Comm, connect
+from shardstep.comm import Comm, connect, refuse_stray_rank
 from shardstep.describe import (
     Given,
     check_class,
@@ -93,7 +93,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     `DistributedDataParallel` makes them; or, given the `module`, the optimizer sees to that itself
     and replaces DDP. The numbers are those of the unsharded optimizer.
 
-    Without an initialised process group it runs as one rank.
+    Without an initialised process group it runs as one rank, unless `torchrun` has started several.
 
     Args:
         params: parameters, `(name, parameter)` pairs or parameter groups, as for any optimizer.
@@ -158,6 +158,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         self.initialized = False
+        refuse_stray_rank()
         given = Given(params)
         self._comm: Comm = connect(process_group, given.tensors)
         self.process_group = self._comm.group

@@ -5,6 +5,6 @@ counts what it sends. There are two: `SoloComm` for one rank, and `GroupComm` ov
 """
 
 from shardstep.comm.base import Comm, Ledger, Pending, SoloComm
-from shardstep.comm.group import GroupComm, connect
+from shardstep.comm.group import GroupComm, connect, refuse_stray_rank
 
-__all__ = ["Comm", "GroupComm", "Ledger", "Pending", "SoloComm", "connect"]
+__all__ = ["Comm", "GroupComm", "Ledger", "Pending", "SoloComm", "connect", "refuse_stray_rank"]

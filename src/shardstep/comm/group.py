@@ -8,6 +8,7 @@ whose device the backend cannot reach is staged through one that it can.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
@@ -240,12 +241,22 @@ def connect(process_group: dist.ProcessGroup | None, near: Sequence[torch.Tensor
         process_group: the process group; None for the default group, if there is one.
         near: tensors on whose device this rank works. A rank that was never told its current
             device has the same one as all others.
+
+    Raises:
+        TypeError: if it is no process group.
+        ValueError: if this rank is not a member of it.
     """
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return SoloComm()
         process_group = dist.group.WORLD
     if not isinstance(process_group, dist.ProcessGroup):
+        if process_group != dist.GroupMember.NON_GROUP_MEMBER:
+            raise TypeError(
+                f"process_group has to be a ProcessGroup, not a {type(process_group).__name__}; "
+                "options of the optimizer are passed by name, and a DeviceMesh of one dimension "
+                "has a get_group()"
+            )
         # What `new_group` returns on ranks that it leaves out.
         raise ValueError(
             f"global rank {dist.get_rank()} is not a member of the given process_group; "
@@ -255,3 +266,19 @@ def connect(process_group: dist.ProcessGroup | None, near: Sequence[torch.Tensor
         return SoloComm(process_group)
     devices = (tensor.device for tensor in near if tensor.device.type != "cpu")
     return GroupComm(process_group, next(devices, None))
+
+
+def refuse_stray_rank() -> None:
+    """Raise on a rank that `torchrun` has started as one of several, but that knows no others.
+
+    Raises:
+        RuntimeError: there is no process group, and was meant to be one.
+    """
+    if not dist.is_available() or dist.is_initialized() or not dist.is_torchelastic_launched():
+        return
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
+        raise RuntimeError(
+            f"torchrun has started {world_size} ranks, but this one has no process group and would "
+            "train alone; call torch.distributed.init_process_group() first"
+        )
