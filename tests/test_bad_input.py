@@ -315,6 +315,7 @@ BAD: Bad = {
     ),
 }
 
+#: What upstream does not have, or takes as it is.
 OURS_ALONE = {"layout", "bucket_bytes", "module", "process_group"}
 
 #: Where upstream's type is an accident (it compares type names first) we do as torch.optim does.

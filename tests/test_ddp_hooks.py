@@ -948,6 +948,16 @@ def other_parameters(way: str) -> None:
     tie(way, in_ddp(MLP()), make_zero(MLP()))
 
 
+def not_in_ddp(way: str) -> None:
+    model = MLP()
+    tie(way, model, make_zero(model))
+
+
+def the_wrong_way_round(way: str) -> None:
+    model = in_ddp(MLP())
+    tie(way, make_zero(model), model)
+
+
 def too_few_parameters(way: str) -> None:
     model = in_ddp(MLP())
     tie(way, model, make_zero(model.module.layers))
@@ -1009,9 +1019,11 @@ def joined_the_other_way_round(way: str) -> None:
 ERRORS: dict[Callable[[str], None], tuple[type[Exception], str]] = {
     without_overlap: (ValueError, "constructed with overlap_with_ddp=True"),
     other_parameters: (ValueError, "parameter 0 of the optimizer is not a parameter of the DDP"),
+    not_in_ddp: (TypeError, "a DistributedDataParallel, and an optimizer.* not a MLP and a Zero"),
+    the_wrong_way_round: (TypeError, "not a ZeroRedundancyOptimizer and a DistributedData"),
     too_few_parameters: (ValueError, "'late.weight' of the DDP module trains but was not given"),
     a_closure: (ValueError, "cannot evaluate a closure"),
-    never_tied: (RuntimeError, r"no DDP module was tied.*register hook_with_zero_step"),
+    never_tied: (RuntimeError, r"no DDP module was tied.*register\(ddp, optimizer\)"),
     never_registered: (RuntimeError, r"but none was: register the hook with ddp.register_comm"),
     module_too: (ValueError, "module= replaces DDP: leave out overlap_with_ddp=True"),
     ignored_by_ddp: (ValueError, "'layers.2.weight' .* told to leave it out"),

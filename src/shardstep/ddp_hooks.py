@@ -55,6 +55,7 @@ def hook_with_zero_step(
         shard_buckets: accepted for compatibility. Every bucket is divided among all ranks anyway.
 
     Raises:
+        TypeError: if one of the two is something else.
         ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
     """
     _check(ddp, zero)
@@ -95,6 +96,7 @@ def hook_with_zero_step_interleaved(
         shard_buckets: accepted for compatibility. Every bucket is divided among all ranks anyway.
 
     Raises:
+        TypeError: if one of the two is something else.
         ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
     """
     _check(ddp, zero)
@@ -130,6 +132,7 @@ def register(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Non
         zero: the optimizer, over the parameters of `ddp`, with `overlap_with_ddp=True`.
 
     Raises:
+        TypeError: if one of the two is something else.
         ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
     """
     _check(ddp, zero)
@@ -162,6 +165,16 @@ def register(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Non
 
 
 def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+    # A compiled module passes on what it is asked for.
+    within = getattr(ddp, "_orig_mod", ddp)
+    if not (
+        isinstance(within, DistributedDataParallel) and isinstance(zero, ZeroRedundancyOptimizer)
+    ):
+        raise TypeError(
+            "what is tied is a DistributedDataParallel, and an optimizer of this library to it, "
+            f"not a {type(ddp).__name__} and a {type(zero).__name__}; without DDP, construct the "
+            "optimizer with module="
+        )
     if not zero._overlap_with_ddp:
         raise ValueError(
             "this hook steps the optimizer inside backward, so the optimizer has to be constructed "

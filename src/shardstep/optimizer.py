@@ -813,7 +813,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._ahead_of is None:
             raise RuntimeError(
                 "with overlap_with_ddp=True the step is taken inside DDP's backward, but no DDP "
-                "module was tied to this optimizer: register hook_with_zero_step(...) with it"
+                "module was tied to this optimizer: call shardstep.register(ddp, optimizer), or "
+                "register hook_with_zero_step(...) with it"
             )
         if not self._stepped_in_backward and any(param.grad is not None for param in self._params):
             raise RuntimeError(
