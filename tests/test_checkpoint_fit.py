@@ -843,3 +843,27 @@ def zero2(parent: Path) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_zero_2_goes_on(tmp_path: Path, world_size: int) -> None:
     run_ranks(on_two_ranks, world_size, tmp_path, "zero2", timeout=100)
+
+
+# ------------------------------------------------------------- what was meant for another place
+
+
+def test_arguments_of_another_kind_are_named(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    opt = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    plain: Any = optim.SGD(model.parameters(), lr=0.1)
+    state: Any = model.state_dict()
+    nowhere: Any = ckpt.latest(tmp_path)
+    path = tmp_path / "step-1"
+    ckpt.save(tmp_path / "before", opt, model)
+    for act in (ckpt.save, ckpt.async_save, ckpt.load):
+        given: Any = act
+        with pytest.raises(TypeError, match=r"optimizer has to be .*not a SGD; .*import_state"):
+            given(path, plain, model)
+        with pytest.raises(TypeError, match=r"optimizer has to be .*not a Linear"):
+            given(path, model, opt)
+        with pytest.raises(TypeError, match=r"model has to be .*, not a OrderedDict"):
+            given(path if given is not ckpt.load else tmp_path / "before", opt, state)
+    with pytest.raises(TypeError, match=r"there is no checkpoint .*latest\(\)"):
+        ckpt.load(nowhere, opt, model)
+    assert not path.exists()

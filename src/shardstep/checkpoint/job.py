@@ -28,7 +28,7 @@ from shardstep.checkpoint.contents import (
 )
 from shardstep.checkpoint.folder import Staging, keep_last, write_text
 from shardstep.checkpoint.mastered import MASTER, joined
-from shardstep.checkpoint.names import names_of, tensors_of, unwrapped
+from shardstep.checkpoint.names import check_model, names_of, tensors_of, unwrapped
 from shardstep.checkpoint.safetensors import Digest, Progress, Source, no_progress, write
 from shardstep.checkpoint.shelves import Shelves, deal, holders_of, made_by, state_key, texts_of
 from shardstep.comm import Comm, connect
@@ -65,7 +65,19 @@ class Job:
 
 
 def comm_of(optimizer: ZeroRedundancyOptimizer | None) -> Comm:
-    """The ranks that save or load together."""
+    """The ranks that save or load together.
+
+    Raises:
+        TypeError: if the optimizer is another one.
+    """
+    from shardstep.optimizer import ZeroRedundancyOptimizer
+
+    if optimizer is not None and not isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise TypeError(
+            "optimizer has to be a ZeroRedundancyOptimizer of this library, not a "
+            f"{type(optimizer).__name__}; the state dict of another one becomes a checkpoint with "
+            "checkpoint.import_state_dict"
+        )
     return optimizer._comm if optimizer is not None else connect(None)
 
 
@@ -84,6 +96,7 @@ def prepare(
             raise ValueError(f"keep_last has to be at least 1, not {keep}: this save is kept too")
         if optimizer is None and model is None and extra is None:
             raise ValueError("there is nothing to save: give an optimizer, a model or extra")
+        check_model(model)
         refuse_dtensors(tensors_of(optimizer, model), NO_OFFSETS)
         return [str(Path(path).absolute()), optimizer is not None, model is not None]
 

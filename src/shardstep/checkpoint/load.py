@@ -29,6 +29,7 @@ from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.job import comm_of
 from shardstep.checkpoint.mastered import parted
 from shardstep.checkpoint.match import Match, summary
+from shardstep.checkpoint.names import check_model
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.comm import Comm
 from shardstep.mixture import CLASS_KEY, Mixture
@@ -88,12 +89,13 @@ def load(
 
     Raises:
         CheckpointError: if the checkpoint is damaged or does not fit.
+        TypeError: if `path`, `optimizer` or `model` is something else.
     """
     comm = comm_of(optimizer)
     what = f"loading {path}"
     if optimizer is not None:
         optimizer._gather.land()
-    with _opened(comm, what, path) as checkpoint:
+    with _opened(comm, what, path, model) as checkpoint:
         match = Match(checkpoint, comm, optimizer, model, strict, dict(names or {}))
         # With what else decides on what is done together: a rank that is not told to verify would
         # leave the others waiting.
@@ -117,11 +119,18 @@ def load(
     return Loaded(checkpoint.path, loading.extra, tuple(match.missing), tuple(match.unexpected))
 
 
-def _opened(comm: Comm, what: str, path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint, if all ranks find the same. Called on every rank."""
+def _opened(
+    comm: Comm, what: str, path: str | os.PathLike[str], model: torch.nn.Module | None
+) -> Checkpoint:
+    """The checkpoint, if all ranks find the same and have a model for it. Called on every rank."""
     found: list[Checkpoint] = []
 
     def open_it() -> str:
+        check_model(model)
+        if path is None:
+            raise TypeError(
+                "there is no checkpoint to load: latest() returns None if it finds none"
+            )
         found.append(Checkpoint(Path(path).absolute()))
         return found[0].manifest.digest
 

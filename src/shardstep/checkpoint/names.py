@@ -27,6 +27,19 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             return model
 
 
+def check_model(model: object) -> None:
+    """Make sure that a model is one.
+
+    Raises:
+        TypeError: if it is something else, such as its state dict.
+    """
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"model has to be a torch.nn.Module, not a {type(model).__name__}; pass the module, "
+            "and state dicts of anything else as extra"
+        )
+
+
 def tensors_of(
     optimizer: ZeroRedundancyOptimizer | None, model: torch.nn.Module | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
