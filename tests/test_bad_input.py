@@ -207,7 +207,7 @@ Bad = dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]]
 #: Bad parameters and options, the error, and what its message names.
 BAD: Bad = {
     "an empty list": (lambda: {"params": []}, ValueError, "empty parameter list"),
-    "an empty generator": (lambda: {"params": iter(())}, ValueError, "empty parameter list"),
+    "an empty generator": (lambda: {"params": iter(())}, ValueError, "empty .*read once"),
     "a bare tensor": (lambda: {"params": p(4)}, TypeError, r"single tensor .*pass \[tensor\]"),
     "a number": (lambda: {"params": 7}, TypeError, "iterable of tensors.* not a int"),
     "a list of numbers": (lambda: {"params": [1, 2]}, TypeError, "item 0 is a int"),
@@ -660,3 +660,11 @@ def test_a_rank_of_torchrun_s_without_a_process_group_is_told_to_make_one(
         build([p(4)])
     monkeypatch.setenv("WORLD_SIZE", "1")
     build([p(4)])
+
+
+def test_a_name_that_is_not_known_is_answered_with_one_that_is() -> None:
+    module = torch.nn.Linear(4, 4)
+    optimizer = build(module.parameters())
+    for ask in (optimizer.full_grad, optimizer.full_state, optimizer.full_master):
+        with pytest.raises(ValueError, match=r"'weight' is not .*called 'param 0'; names are"):
+            ask("weight")

@@ -39,7 +39,10 @@ def as_list(params: Any) -> list[Any]:
     except TypeError as error:
         raise TypeError(f"params has to be {kinds}, not a {type(params).__name__}") from error
     if not given:
-        raise ValueError("ZeroRedundancyOptimizer was given an empty parameter list")
+        raise ValueError(
+            "ZeroRedundancyOptimizer was given an empty parameter list; a generator, such as "
+            "model.parameters(), can be read once only"
+        )
     if all(isinstance(item, dict) for item in given):
         for index, group in enumerate(given):
             if "params" not in group:

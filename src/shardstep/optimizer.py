@@ -887,7 +887,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if param is parameter or spec.name == parameter:
                 return index
         shown = repr(parameter) if isinstance(parameter, str) else "the given tensor"
-        raise ValueError(f"rank {self.rank}: {shown} is not a parameter of this optimizer")
+        raise ValueError(
+            f"rank {self.rank}: {shown} is not a parameter of this optimizer, whose first one is "
+            f"called {self._plan.specs[0].name!r}; names are those of module= or of the (name, "
+            "parameter) pairs that it was given"
+        )
 
     def report(self) -> Report:
         """What this rank holds and sends, which layout each group has, and why; print it.
