@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ranks import raises_on_every_rank, run_ranks
 from shardstep import ZeroRedundancyOptimizer
+from shardstep.agree import together
+from shardstep.comm import SoloComm
 
 #: Enough for ranks to start on a busy machine; a hang is reported long before pytest's timeout.
 SECONDS = 20.0
@@ -668,3 +670,15 @@ def test_a_name_that_is_not_known_is_answered_with_one_that_is() -> None:
     for ask in (optimizer.full_grad, optimizer.full_state, optimizer.full_master):
         with pytest.raises(ValueError, match=r"'weight' is not .*called 'param 0'; names are"):
             ask("weight")
+
+
+class Alone(SoloComm):
+    """A rank that the others have left, or have never followed, to a meeting."""
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        raise RuntimeError("shardstep: rank 0: comparing notes with the other ranks failed: late")
+
+
+def test_a_call_that_other_ranks_do_not_make_is_named_when_they_do_not_come() -> None:
+    with pytest.raises(RuntimeError, match=r"late .*saving a checkpoint has to be .*every rank"):
+        together(Alone(), "saving a checkpoint", lambda: None)

@@ -69,7 +69,12 @@ def together(comm: Comm, what: str, act: Callable[[], J]) -> list[J]:
     except Exception as raised:
         error = raised
         mine = [False, f"{type(error).__name__}: {error}"]
-    answers = [json.loads(said) for said in comm.all_gather_bytes(json.dumps(mine).encode())]
+    try:
+        answers = [json.loads(said) for said in comm.all_gather_bytes(json.dumps(mine).encode())]
+    except RuntimeError as lost:
+        raise RuntimeError(f"{lost} (note: {what} has to be done on every rank)") from (
+            error or lost
+        )
     if error is not None:
         raise error
     for group_rank, (succeeded, message) in enumerate(answers):
