@@ -682,3 +682,10 @@ class Alone(SoloComm):
 def test_a_call_that_other_ranks_do_not_make_is_named_when_they_do_not_come() -> None:
     with pytest.raises(RuntimeError, match=r"late .*saving a checkpoint has to be .*every rank"):
         together(Alone(), "saving a checkpoint", lambda: None)
+
+
+def test_state_that_is_assigned_is_refused_with_the_way_to_set_it() -> None:
+    weight = p(4)
+    optimizer: Any = build([weight])
+    with pytest.raises(TypeError, match=r"divided among ranks; set it with load_state_dict\(\)"):
+        optimizer.state[weight] = {}

@@ -6,7 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -261,6 +261,9 @@ class LocalState(Mapping[torch.Tensor, Any]):
     def __getitem__(self, param: torch.Tensor) -> Any:
         # As for any optimizer, a parameter without state has an empty one; it cannot be written to.
         return self._held.get(param, MappingProxyType({}))
+
+    def __setitem__(self, param: torch.Tensor, state: object) -> NoReturn:
+        raise TypeError("the state is divided among ranks; set it with load_state_dict()")
 
     def __contains__(self, param: object) -> bool:
         return param in self._held
