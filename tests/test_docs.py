@@ -239,6 +239,22 @@ def test_the_page_mentions_every_name_of_upstreams(source: Path) -> None:
     assert sorted(theirs - mentioned) == []
 
 
+def test_the_page_mentions_every_name_that_is_ours_alone() -> None:
+    spans = " ".join(re.findall(r"`([^`\n]+)`", UPSTREAM_PAGE.read_text()))
+    keywords = inspect.signature(ZeroRedundancyOptimizer).parameters.values()
+    ours = {each.name for each in keywords if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    ours |= {name for name in vars(ZeroRedundancyOptimizer) if not name.startswith("_")}
+    assert sorted(name for name in ours if not re.search(rf"\b{name}\b", spans)) == []
+
+
+def test_the_list_of_files_is_complete() -> None:
+    package = Path(shardstep.__file__).parent
+    modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    page = (ROOT / "docs" / "design.md").read_text()
+    assert sorted(name for name in modules | folders if f"`{name}`" not in page) == []
+
+
 # ---------------------------------------------------------------------------------- drop-in
 
 OPTIMIZER_S = ["step", "add_param_group", "load_state_dict", "state_dict", "zero_grad"]
