@@ -268,7 +268,8 @@ Row = tuple[str, str, str, str, str, str]
 HEAD = """## {library} on {where}
 
 What `layout="auto"` makes of the classes of [{library}](https://pypi.org/project/{library}/)
-{version}, with torch {torch}, at {ranks} ranks, on parameters of 32 and of 16 bits: {counts}.
+{version}, with torch {torch}, at {ranks} ranks, on parameters of 32 and of 16 bits:
+{counts}.
 
 This table is written by [benchmarks/lowbit_table.py](../benchmarks/lowbit_table.py), which says
 what is compared. *Exact* is to the bit: training, moving state between ranks, the consolidated
