@@ -48,6 +48,8 @@ def hook_with_zero_step(
 ) -> CommHook:
     """A DDP communication hook that reduces with `hook` and steps `zero` at the end of backward.
 
+    Called on every rank.
+
     Args:
         hook: any DDP communication hook, such as `allreduce_hook`.
         ddp: the DDP module; the hook that is returned is to be registered with it.
@@ -79,6 +81,8 @@ def hook_with_zero_step_interleaved(
     shard_buckets: bool = False,
 ) -> CommHook:
     """A DDP communication hook that steps each bucket as soon as it is reduced.
+
+    Called on every rank.
 
     The optimizer class has to treat tensors one at a time, as all of `torch.optim` do that can be
     sharded; one that counts its steps anywhere else is refused. If `ddp` allows for unused
@@ -122,6 +126,8 @@ def hook_with_zero_step_interleaved(
 
 def register(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
     """Have `ddp` reduce each gradient to its owner alone, and step at the end of backward.
+
+    Called on every rank.
 
     `param.grad` holds no numbers afterwards, as with `module=`: `zero.full_grad` has them. To
     change gradients before the step, such as to clip them, is not possible in this way: it has been

@@ -93,7 +93,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     `DistributedDataParallel` makes them; or, given the `module`, the optimizer sees to that itself
     and replaces DDP. The numbers are those of the unsharded optimizer.
 
-    Without an initialised process group it runs as one rank, unless `torchrun` has started several.
+    Constructed on every rank of the process group. Without an initialised process group it runs as
+    one rank, unless `torchrun` has started several.
 
     Args:
         params: parameters, `(name, parameter)` pairs or parameter groups, as for any optimizer.
@@ -130,6 +131,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         rank: this rank within the process group.
         global_rank: this rank within the default group.
         world_size: number of ranks in the process group.
+
+    Raises:
+        TypeError: if an argument is of another kind than is said above.
+        ValueError: on every rank, if what was given cannot be sharded, or differs between ranks.
+        RuntimeError: if construction failed on another rank; if there is no process group where
+            `torchrun` has started several ranks.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)
@@ -511,6 +518,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Args:
             param_group: the parameters under `"params"`, and options of their own.
+
+        Raises:
+            ValueError: on every rank, if they cannot be added; nothing has changed then.
+            RuntimeError: on every rank, if there are gradients that the next step would miss.
         """
         if not self.initialized:
             super().add_param_group(param_group)
@@ -744,6 +755,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Called on every rank. It is `torch.nn.utils.clip_grad_norm_` for gradients that may lie
         divided among the ranks; every element is counted once.
 
+        Args:
+            max_norm, norm_type, error_if_nonfinite, foreach: as for torch's.
+
         Returns:
             The norm before clipping, the same on every rank.
 
@@ -944,6 +958,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Args:
             to: the rank, within the process group, that receives the state.
+
+        Raises:
+            ValueError: on every rank, if there is no such rank, or ranks say different ones.
+            RuntimeError: on every rank, if there is state that cannot be sent.
         """
 
         def make() -> tuple[int, list[str]]:
@@ -1020,6 +1038,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take this rank's share out of a full state dict.
+
+        Called on every rank; nothing is sent.
 
         The dict may come from here, at any world size and layout, from the plain `torch.optim`
         class, or from FSDP2 and DDP with names for the parameters, nested or flat, as

@@ -19,6 +19,9 @@ def state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
     It is what the unsharded optimizer's `state_dict()` would have been, and loads into one that was
     constructed with the same parameters in the same groups.
 
+    Raises:
+        CheckpointError: if it is not a checkpoint, is damaged, or has no optimizer.
+
     Example:
         >>> import tempfile, torch, shardstep
         >>> model = torch.nn.Linear(3, 2)
@@ -35,7 +38,11 @@ def state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def weights(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The model of a checkpoint as a plain state dict, on the CPU."""
+    """The model of a checkpoint as a plain state dict, on the CPU.
+
+    Raises:
+        CheckpointError: if it is not a checkpoint, is damaged, or has no model.
+    """
     with Checkpoint(Path(path)) as checkpoint:
         return model_dict(checkpoint)
 
