@@ -211,6 +211,11 @@ BAD: Bad = {
     "an empty list": (lambda: {"params": []}, ValueError, "empty parameter list"),
     "an empty generator": (lambda: {"params": iter(())}, ValueError, "empty .*read once"),
     "a bare tensor": (lambda: {"params": p(4)}, TypeError, r"single tensor .*pass \[tensor\]"),
+    "a module": (
+        lambda: {"params": torch.nn.Sequential(torch.nn.Linear(4, 4))},
+        TypeError,
+        r"a module was given; pass its parameters\(\)",
+    ),
     "a number": (lambda: {"params": 7}, TypeError, "iterable of tensors.* not a int"),
     "a list of numbers": (lambda: {"params": [1, 2]}, TypeError, "item 0 is a int"),
     "a number among tensors": (lambda: {"params": [p(4), 2]}, TypeError, "item 1 is a int"),

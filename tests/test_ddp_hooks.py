@@ -1019,7 +1019,7 @@ def joined_the_other_way_round(way: str) -> None:
 ERRORS: dict[Callable[[str], None], tuple[type[Exception], str]] = {
     without_overlap: (ValueError, "constructed with overlap_with_ddp=True"),
     other_parameters: (ValueError, "parameter 0 of the optimizer is not a parameter of the DDP"),
-    not_in_ddp: (TypeError, "a DistributedDataParallel, and an optimizer.* not a MLP and a Zero"),
+    not_in_ddp: (TypeError, "has to be a DistributedDataParallel and zero .* not a MLP and a Zero"),
     the_wrong_way_round: (TypeError, "not a ZeroRedundancyOptimizer and a DistributedData"),
     too_few_parameters: (ValueError, "'late.weight' of the DDP module trains but was not given"),
     a_closure: (ValueError, "cannot evaluate a closure"),

@@ -177,9 +177,9 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
         isinstance(within, DistributedDataParallel) and isinstance(zero, ZeroRedundancyOptimizer)
     ):
         raise TypeError(
-            "what is tied is a DistributedDataParallel, and an optimizer of this library to it, "
-            f"not a {type(ddp).__name__} and a {type(zero).__name__}; without DDP, construct the "
-            "optimizer with module="
+            "ddp has to be a DistributedDataParallel and zero a ZeroRedundancyOptimizer of this "
+            f"library, not a {type(ddp).__name__} and a {type(zero).__name__}; without DDP, "
+            "construct the optimizer with module="
         )
     if not zero._overlap_with_ddp:
         raise ValueError(

@@ -34,6 +34,8 @@ def as_list(params: Any) -> list[Any]:
     kinds = "an iterable of tensors, of (name, tensor) pairs or of dicts"
     if isinstance(params, torch.Tensor):
         raise TypeError(f"params has to be {kinds}, but a single tensor was given; pass [tensor]")
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(f"params has to be {kinds}, but a module was given; pass its parameters()")
     try:
         given = list(params)
     except TypeError as error:
