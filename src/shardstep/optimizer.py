@@ -468,10 +468,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if old.trainable and not new.trainable
         )
         self._home.detach(now_frozen)
+        known, narrow = len(self._plan.specs), set(range(len(plan.specs))) - self._widened
         shard = self._shard_of(plan)
         shard.take_masters(masters)
         self._adopt(plan, shard)
         self._local.adopt(shard, states)
+        # State that the class made for a parameter that was frozen then has as few bits as that.
+        now_wide = {index for index in narrow & self._widened if index < known}
+        if now_wide:
+            self._local.begin(now_wide)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as for any optimizer, and place them.
