@@ -391,6 +391,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         else:
             self._replan("following a change of the parameters", self._plan_now)
 
+    def _follow_without_gradients(self) -> None:
+        """Adapt before gradients are asked for, if there are none. Called on every rank.
+
+        To find that nobody has any takes a round of reductions, which is to be one of the
+        parameters as they are. Under `Join`, ranks without data adapt when they shadow the step.
+        """
+        if self._module is None or self._join_config.enable or self._shadowing:
+            return
+        if not self._unchanged() and not self._gradients.held():
+            self._gather.land()
+            self._follow()
+
     def _unchanged(self) -> bool:
         """Whether the parameters are as and where the plan in force has them."""
         # Parameters in flight are asked without waking them.
@@ -553,6 +565,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _notify(self) -> None:
         """Under `Join`, let ranks without data take part in the step. Called on every rank."""
         if self._module is not None:
+            self._follow_without_gradients()
             # What reductions are still to be announced is announced before the step is.
             self._gradients.collect()
             self._announce("step", lambda: [options_of(self.param_groups)])
@@ -649,6 +662,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: with `overlap_with_ddp=True`, where the step was taken before this call.
         """
         self._refuse_if_stepped("clip_grad_norm_()")
+        self._follow_without_gradients()
         return self._gradients.clip_norm(
             float(max_norm), float(norm_type), error_if_nonfinite, foreach
         )
@@ -734,6 +748,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             parameter: the parameter or its name.
         """
+        self._follow_without_gradients()
         return self._gradients.full(self._index(parameter))
 
     def full_state(self, parameter: torch.Tensor | str) -> dict[str, Any]:
