@@ -740,3 +740,27 @@ def _changed_while_there_are_no_gradients() -> list[str]:
 def test_what_changes_while_there_are_no_gradients_is_followed_by_whatever_comes_next() -> None:
     """No rank had a gradient, and no stand-in for one is left that somebody takes for one."""
     assert run_ranks(_changed_while_there_are_no_gradients, 2) == [[], []]
+
+
+def _hold_back_after_freezing(setup: Setup) -> list[Tensor]:
+    """Whether before `no_sync` or within it, what is frozen is noticed in the next forward."""
+    branching, part = PROBLEMS["branching"], setup.module.get_submodule("stem")
+    losses = train(setup, branching, range(1))
+    for step in range(4, 16, 4):
+        if step != 8:
+            part.requires_grad_(step == 12)
+        with setup.no_sync():
+            if step == 8:
+                part = setup.module.get_submodule("branches.0").requires_grad_(False)
+            losses += [setup.backward(step, branching), setup.backward(step + 1, branching)]
+        losses.append(setup.backward(step + 2, branching))
+        setup.finish()
+    return losses
+
+
+def _unlike_ddp_after_freezing() -> list[int]:
+    return unlike_ddp(_hold_back_after_freezing, PROBLEMS["branching"], SGD)
+
+
+def test_gradients_are_held_back_after_freezing_as_well() -> None:
+    assert run_ranks(_unlike_ddp_after_freezing, 2) == [[], []]

@@ -483,7 +483,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         known, narrow = len(self._plan.specs), set(range(len(plan.specs))) - self._widened
         shard = self._shard_of(plan)
         shard.take_masters(masters)
+        replaced = self._gradients
         self._adopt(plan, shard)
+        if isinstance(replaced, ShardedGradients) and isinstance(self._gradients, ShardedGradients):
+            replaced.hand_over(self._gradients)
         self._local.adopt(shard, states)
         # State that the class made for a parameter that was frozen then has as few bits as that.
         now_wide = {index for index in narrow & self._widened if index < known}

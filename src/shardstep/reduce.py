@@ -155,6 +155,7 @@ class ShardedGradients:
         self._round: _Round | None = None
         self._within = False
         self._paused = False
+        self._successor: ShardedGradients | None = None
         self._unsent = False
         # Stand-ins for which the shard has nothing yet: what they stand for is with them.
         self._aside: set[int] = set()
@@ -495,16 +496,29 @@ class ShardedGradients:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """While this lasts, gradients are only added up on each rank."""
-        before, self._paused = self._paused, True
-        # Set here and not where gradients come: on every rank alike, whatever its data.
-        self._unsent = True
-        self._collected = False
+        before = self._paused
+        self._pause()
         try:
             yield
         finally:
-            self._paused = before
+            now = self
+            while now._successor is not None:
+                now = now._successor
+            now._paused = before
             if not before:
-                self._set_aside()
+                now._set_aside()
+
+    def _pause(self) -> None:
+        self._paused = True
+        # Set here and not where gradients come: on every rank alike, whatever its data.
+        self._unsent = True
+        self._collected = False
+
+    def hand_over(self, successor: ShardedGradients) -> None:
+        """Leave it to another one to hold gradients back, for as long as that is to last."""
+        self._successor = successor
+        if self._paused:
+            successor._pause()
 
     def _set_aside(self) -> None:
         """Put stand-ins in place of what was held back.
