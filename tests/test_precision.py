@@ -828,3 +828,31 @@ def test_state_from_when_a_parameter_was_frozen_is_as_wide_as_that_of_others(
 ) -> None:
     """Adagrad makes its state when it is constructed, also for what does not train yet."""
     assert run_ranks(_state_made_before_it_trained, 2, policy, layout) == [None, None]
+
+
+def _state_of_what_becomes_narrow(layout: str) -> list[str | None]:
+    """Trained in fp32, cast to fp16 while it is frozen or while it is not, and trained on."""
+    found = []
+    for freeze in (False, True):
+        params = make_params([(70, 3), (5,)], dtypes=(FP32,), frozen=())
+        opt = ZeroRedundancyOptimizer(
+            params, optim.Adagrad, precision=MASTERS, layout=layout, initial_accumulator_value=0.1
+        )
+        for step in range(2):
+            set_gradients(params, step, missing=False)
+            opt.step()
+        expected = [opt.full_state(param)["sum"] for param in params]
+        opt.zero_grad()
+        params[0].requires_grad_(not freeze)
+        for param in params:
+            param.data = param.data.half()
+        opt.step()
+        params[0].requires_grad_(True)
+        opt.step()
+        found.append(difference(expected, [opt.full_state(param)["sum"] for param in params]))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_becomes_narrow_keeps_the_state_it_has(layout: str) -> None:
+    assert run_ranks(_state_of_what_becomes_narrow, 2, layout) == [[None, None]] * 2

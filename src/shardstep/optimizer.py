@@ -178,6 +178,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Which parameters have, or had, a wider tensor to be stepped on: one that is frozen keeps
         # its master, as it keeps its state.
         self._widened: set[int] = set()
+        # Which parameters ever trained or were given state: more than the class makes for new ones.
+        self._begun: set[int] = set()
         self._warned = precision is not None or self.rank != 0
         self._layout = layout
         self._layouts = Layouts(
@@ -322,6 +324,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._shard = shard
         self._params = parameters(self.param_groups)
         self._trainable = [spec.trainable for spec in plan.specs]
+        self._begun |= {index for index, trains in enumerate(self._trainable) if trains}
         if not self._warned and self._module is None:
             self._warned = warn_of_16_bits(plan.specs, type(self.optim).__name__)
         home = BucketViews if self.parameters_as_bucket_view else OwnStorage
@@ -480,7 +483,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if old.trainable and not new.trainable
         )
         self._home.detach(now_frozen)
-        known, narrow = len(self._plan.specs), set(range(len(plan.specs))) - self._widened
+        new = set(range(len(self._plan.specs))) - self._begun - self._widened
         shard = self._shard_of(plan)
         shard.take_masters(masters)
         replaced = self._gradients
@@ -489,9 +492,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             replaced.hand_over(self._gradients)
         self._local.adopt(shard, states)
         # State that the class made for a parameter that was frozen then has as few bits as that.
-        now_wide = {index for index in narrow & self._widened if index < known}
-        if now_wide:
-            self._local.begin(now_wide)
+        if new & self._widened:
+            self._local.begin(new & self._widened)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as for any optimizer, and place them.
@@ -943,6 +945,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if sharded:
             taken = read_sharded(self, state_dict)
             masters, present = taken.masters, taken.present
+            self._begun |= set(present)
             held = sorted(self._plan.intervals(self.rank))
             install(
                 self.optim,
@@ -981,9 +984,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         sent: a rank may load alone.
         """
         specs = self._plan.specs
+        given = set(params)
+        self._begun |= given
         more = {
             index
-            for index in params
+            for index in given
             if self._precision.step_dtype(specs[index].dtype) != specs[index].dtype
         }
         if not more <= self._widened:
