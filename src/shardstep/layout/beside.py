@@ -1,7 +1,7 @@
 """Whether a class updates a tensor otherwise beside one of another dtype, found by trying it.
 
-Torch's own Adafactor does: what it takes for small, unless it is told, it reads off the first tensor
-of a group. Ranks that divide the group have other first tensors.
+Torch's own Adafactor does: what it takes for small, unless it is told, it reads off the first
+tensor of a group. Ranks that divide the group have other first tensors.
 """
 
 from __future__ import annotations
