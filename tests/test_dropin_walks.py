@@ -414,6 +414,6 @@ def test_any_order_of_calls_comes_to_the_bits_of_the_whole_optimizer(low: bool) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("low", [False, True], ids=["32 bits", "16 bits"])
-@pytest.mark.parametrize("world_size", [1, 3, 5])
+@pytest.mark.parametrize("world_size", [3, 5])
 def test_so_it_does_on_any_number_of_ranks(world_size: int, low: bool) -> None:
-    assert run_ranks(_go, world_size, range(100, 108), low) == [[]] * world_size
+    assert run_ranks(_go, world_size, range(100, 105), low) == [[]] * world_size
