@@ -714,7 +714,10 @@ def _nothing_here() -> list[str]:
                 else:
                     zero.backward(step)
                 (oracle(noise(step, 6, 16, of=1 - absent)).square().mean() / 2).backward()
+                # It does not know whether others have gradients, and waits with this as they do.
+                next(zero.module.parameters()).requires_grad_(step != 1)
                 zero.clip(1e9)
+                next(zero.module.parameters()).requires_grad_(True)
                 zero.finish()
                 opt.step()
                 opt.zero_grad()
