@@ -231,8 +231,9 @@ after loading it. *Refused* is an error on every rank at construction.
 
 OTHERS_PAGE = """## Other packages
 
-The same for {packages}: {counts}. Schedule-free classes are turned to `eval()` and back to
-`train()` between saving and training on.
+The same for {packages}:
+{counts}. Schedule-free classes are turned to `eval()` and back to `train()` between saving and
+training on.
 
 | package | class | layout | outcome | remark |
 |---|---|---|---|---|
@@ -247,7 +248,7 @@ def page(rows: list[Row], ranks: int, others: bool) -> str:
     head = (OTHERS_PAGE if others else PAGE).format(
         total=len(rows),
         version=version(packages[0]),
-        packages=", ".join(f"{package} {version(package)}" for package in packages),
+        packages=",\n".join(f"{package} {version(package)}" for package in packages),
         torch=torch.__version__.split("+")[0],
         ranks=ranks,
         counts=", ".join(f"{outcomes.count(o)} {o}" for o in sorted(set(outcomes))),
