@@ -410,8 +410,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._module is None or self._join_config.enable or self._shadowing:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            intact = self._home.intact()
-        if not intact and not self._gradients.held():
+            waits = self._gradients.held() or self._home.intact()
+        if not waits:
             self._gather.land()
             self._follow()
 
