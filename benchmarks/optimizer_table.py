@@ -1,7 +1,10 @@
-"""Runs the classes of `pytorch-optimizer` sharded and unsharded, and writes what came of each.
+"""Runs the classes of other packages sharded and unsharded, and writes what came of each.
 
     pip install --no-deps pytorch_optimizer
     python benchmarks/optimizer_table.py --out docs/optimizers.md
+    pip install --no-deps schedulefree lion-pytorch prodigyopt dadaptation came-pytorch \\
+        torch-optimizer pytorch_ranger adabelief-pytorch tabulate colorama
+    python benchmarks/optimizer_table.py --others --out docs/optimizers.md
 
 Each class is tried (`layout="auto"`), trained for 14 steps at two ranks beside itself unsharded,
 its state consolidated and compared, and loaded into a fresh one that trains on for 6 steps. All is
@@ -14,12 +17,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib
 import io
 import os
 import tempfile
 import time
 import warnings
 from collections import deque
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +45,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "NorMuon": ({}, {"use_muon": True}),
     "BSAM": ({"num_data": 100}, {}),
     "Ranger21": ({"num_iterations": 100}, {}),
+    "CAME": ({"lr": 1e-3}, {}),
 }
 MATRICES = {"AdaMuon", "AdaGO", "Muon", "MuonClip", "NorMuon", "SpectralSphere"}
 WITHOUT = {
@@ -47,13 +53,35 @@ WITHOUT = {
     "AdamMini": "takes a model in place of parameters",
     "DistributedMuon": "divides its work among ranks itself",
     "LOMO": "takes a model in place of parameters",
+    "Lookahead": "takes an optimizer in place of parameters",
+}
+OTHERS = {
+    "schedulefree": "schedulefree",
+    "lion-pytorch": "lion_pytorch",
+    "prodigyopt": "prodigyopt",
+    "dadaptation": "dadaptation",
+    "came-pytorch": "came_pytorch",
+    "adabelief-pytorch": "adabelief_pytorch",
+    "torch-optimizer": "torch_optimizer",
 }
 
 
-def classes() -> list[Any]:
-    from pytorch_optimizer.optimizer import OPTIMIZERS
+def classes(others: bool) -> list[tuple[str, Any]]:
+    """The classes, each with the name of the package that it is installed with."""
+    if not others:
+        from pytorch_optimizer.optimizer import OPTIMIZERS
 
-    return sorted(set(OPTIMIZERS.values()), key=lambda cls: cls.__name__)
+        found = sorted(set(OPTIMIZERS.values()), key=lambda cls: str(cls.__name__))
+        return [("pytorch-optimizer", cls) for cls in found]
+    return [
+        (package, value)
+        for package, module in OTHERS.items()
+        for name, value in sorted(vars(importlib.import_module(module)).items())
+        if isinstance(value, type)
+        and issubclass(value, torch.optim.Optimizer)
+        and name == value.__name__
+        and value.__module__.startswith(module)
+    ]
 
 
 def parameters(name: str) -> list[torch.nn.Parameter]:
@@ -63,6 +91,8 @@ def parameters(name: str) -> list[torch.nn.Parameter]:
 
 
 def train(opt: Any, params: list[torch.nn.Parameter], steps: range) -> None:
+    """Take these steps; what has modes is turned to judge and back in between."""
+    turn(opt, "train")
     for step in steps:
         source = torch.Generator().manual_seed(1000 + step)
         for param in params:
@@ -74,9 +104,13 @@ def train(opt: Any, params: list[torch.nn.Parameter], steps: range) -> None:
         try:
             opt.step()
         except (TypeError, AttributeError, RuntimeError, NotImplementedError):
-            if step != steps.start:
-                raise
             opt.step(closure)
+    turn(opt, "eval")
+
+
+def turn(opt: Any, mode: str) -> None:
+    if hasattr(opt, "train") and hasattr(opt, "eval"):
+        getattr(opt, mode)()
 
 
 def groups(params: list[torch.nn.Parameter], options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -154,14 +188,14 @@ def judge(cls: Any) -> tuple[str, str, str]:
     return layout, "exact", ""
 
 
-def rank_main(rank: int, world_size: int, folder: str) -> None:
+def rank_main(rank: int, world_size: int, folder: str, others: bool) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size
     )
     rows = []
-    for cls in classes():
+    for package, cls in classes(others):
         start = time.perf_counter()
         with contextlib.redirect_stdout(io.StringIO()):
             try:
@@ -173,7 +207,7 @@ def rank_main(rank: int, world_size: int, folder: str) -> None:
         dist.all_gather_object(answers, row)
         if any(answer != answers[0] for answer in answers):
             row = (row[0], "WRONG", f"ranks differ: {answers}")
-        rows.append((cls.__name__, *row))
+        rows.append((package, cls.__name__, *row))
         if rank == 0:
             print(f"{time.perf_counter() - start:6.1f} s  {rows[-1]}", flush=True)
     if rank == 0:
@@ -195,22 +229,34 @@ after loading it. *Refused* is an error on every rank at construction.
 |---|---|---|---|
 """
 
+OTHERS_PAGE = """## Other packages
 
-def page(rows: list[tuple[str, str, str, str]], ranks: int) -> str:
-    from importlib.metadata import version
+The same for {packages}:
+{counts}. Schedule-free classes are turned to `eval()` and back to `train()` between saving and
+training on.
 
-    outcomes = [row[2] for row in rows]
-    counts = ", ".join(f"{outcomes.count(o)} {o}" for o in sorted(set(outcomes)))
-    head = PAGE.format(
+| package | class | layout | outcome | remark |
+|---|---|---|---|---|
+"""
+
+Row = tuple[str, str, str, str, str]
+
+
+def page(rows: list[Row], ranks: int, others: bool) -> str:
+    outcomes = [row[3] for row in rows]
+    packages = sorted({row[0] for row in rows})
+    head = (OTHERS_PAGE if others else PAGE).format(
         total=len(rows),
-        version=version("pytorch_optimizer"),
+        version=version(packages[0]),
+        packages=",\n".join(f"{package} {version(package)}" for package in packages),
         torch=torch.__version__.split("+")[0],
         ranks=ranks,
-        counts=counts,
+        counts=", ".join(f"{outcomes.count(o)} {o}" for o in sorted(set(outcomes))),
     )
     lines = [
-        f"| {name} | {layout} | {outcome} | {remark.replace('|', '/')[:220]} |"
-        for name, layout, outcome, remark in rows
+        f"| {package + ' | ' if others else ''}{name} | {layout} | {outcome} "
+        f"| {remark.replace('|', '/')[:220]} |"
+        for package, name, layout, outcome, remark in rows
     ]
     return head + "\n".join(lines) + "\n"
 
@@ -230,16 +276,17 @@ def put_section(page: Path, name: str, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--others", action="store_true", help="the packages other than that one")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (options.ranks, folder), nprocs=options.ranks)
+        mp.spawn(rank_main, (options.ranks, folder, options.others), nprocs=options.ranks)
         rows = torch.load(os.path.join(folder, "rows"), weights_only=False)
-    text = page(rows, options.ranks)
+    text = page(rows, options.ranks, options.others)
     if options.out is not None:
-        put_section(options.out, "pytorch-optimizer", text)
-    wrong = [row for row in rows if row[2] == "WRONG"]
-    print(f"{len(rows)} classes, {len(wrong)} wrong: {[row[0] for row in wrong]}")
+        put_section(options.out, "others" if options.others else "pytorch-optimizer", text)
+    wrong = [row for row in rows if row[3] == "WRONG"]
+    print(f"{len(rows)} classes, {len(wrong)} wrong: {[row[1] for row in wrong]}")
     raise SystemExit(bool(wrong))
 
 

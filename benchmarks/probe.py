@@ -61,7 +61,7 @@ def cases(only: Sequence[str]) -> list[Case]:
     ]
     found += [
         Case(cls.__name__, cls, *OPTIONS.get(cls.__name__, ({}, {})))
-        for cls in classes()
+        for _, cls in classes(others=False)
         if cls.__name__ not in WITHOUT
     ]
     return [case for case in found if not only or case.name in only]

@@ -804,3 +804,55 @@ def test_stochastic_rounding_keeps_nothing_but_moments() -> None:
         assert found["masters"] == 0
         assert found["moments"] <= 8 / 2 * 1.02
         assert found["resting"] <= 2 + 12 / 2 * 1.02 + found["pool"] + 0.1
+
+
+def _state_made_before_it_trained(policy: MixedPrecision, layout: str) -> str | None:
+    states = []
+    for frozen in ((), (0,)):
+        params = make_params([(70, 3), (5,)], dtypes=(FP16,), frozen=frozen)
+        opt = ZeroRedundancyOptimizer(
+            params, optim.Adagrad, precision=policy, layout=layout, initial_accumulator_value=0.1
+        )
+        params[0].requires_grad_(True)
+        for param in params:
+            param.grad = torch.full_like(param, 1e-3)  # squared, it is lost in 16 bits
+        opt.step()
+        states.append([opt.full_state(param) for param in params])
+    return difference(*states)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("policy", [MASTERS, AT_RANDOM], ids=["masters", "at random"])
+def test_state_from_when_a_parameter_was_frozen_is_as_wide_as_that_of_others(
+    policy: MixedPrecision, layout: str
+) -> None:
+    """Adagrad makes its state when it is constructed, also for what does not train yet."""
+    assert run_ranks(_state_made_before_it_trained, 2, policy, layout) == [None, None]
+
+
+def _state_of_what_becomes_narrow(layout: str) -> list[str | None]:
+    """Trained in fp32, cast to fp16 while it is frozen or while it is not, and trained on."""
+    found = []
+    for freeze in (False, True):
+        params = make_params([(70, 3), (5,)], dtypes=(FP32,), frozen=())
+        opt = ZeroRedundancyOptimizer(
+            params, optim.Adagrad, precision=MASTERS, layout=layout, initial_accumulator_value=0.1
+        )
+        for step in range(2):
+            set_gradients(params, step, missing=False)
+            opt.step()
+        expected = [opt.full_state(param)["sum"] for param in params]
+        opt.zero_grad()
+        params[0].requires_grad_(not freeze)
+        for param in params:
+            param.data = param.data.half()
+        opt.step()
+        params[0].requires_grad_(True)
+        opt.step()
+        found.append(difference(expected, [opt.full_state(param)["sum"] for param in params]))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_becomes_narrow_keeps_the_state_it_has(layout: str) -> None:
+    assert run_ranks(_state_of_what_becomes_narrow, 2, layout) == [[None, None]] * 2

@@ -30,6 +30,8 @@ from shardstep.layout.probe import probe
 from shardstep.layout.same import same_bits
 from shardstep.layout.trial import sizes_among
 
+FP32, BF16 = torch.float32, torch.bfloat16
+
 
 class Simple(Optimizer):
     """SGD, for others to differ from."""
@@ -1036,3 +1038,16 @@ def test_one_nan_is_the_other() -> None:
     assert same_bits(one, torch.tensor([0.0, other, 1.0]))
     assert not same_bits(one, torch.tensor([-0.0, other, 1.0]))
     assert not same_bits(one, torch.tensor([0.0, 1.0, 1.0]))
+
+
+def test_a_class_that_treats_dtypes_of_a_group_otherwise_together_is_refused() -> None:
+    """Adafactor takes for small what the first tensor of a group says is."""
+    params = [torch.zeros(8, 8, dtype=dtype, requires_grad=True) for dtype in (FP32, BF16)]
+    with pytest.raises(ValueError, match="give each dtype a group of its own"):
+        choose("auto", optim.Adafactor, {}, {}, params, 2)
+    # Told what is small, it is the same together and apart; and so it is in groups of one dtype.
+    told = {"eps": (1e-8, 1e-3)}
+    assert choose("auto", optim.Adafactor, told, {}, params, 2).layout == "whole"
+    assert choose("auto", optim.Adafactor, {}, {}, params[:1], 2).layout == "whole"
+    assert choose("auto", optim.Adafactor, {}, {}, params, 2, lambda dtype: FP32).layout == "whole"
+    assert choose("auto", Simple, {}, {}, params, 2).layout == "sliced"

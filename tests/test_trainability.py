@@ -392,3 +392,27 @@ def _checkpoints(layout: str, view: bool) -> list[str]:
 @pytest.mark.parametrize(("layout", "view"), COMBINATIONS)
 def test_checkpoints_are_right_after_every_change(layout: str, view: bool) -> None:
     assert run_ranks(_checkpoints, 2, layout, view) == [[], []]
+
+
+def _transposed_where_it_lies(view: bool) -> list[int]:
+    """A square matrix, so that nothing but the order of its elements is another one."""
+    results = []
+    for sharded in (False, True):
+        [param] = params = make_params([(70, 70)], frozen=())
+        options = {"lr": 0.1, "momentum": 0.9}
+        opt: Any = (
+            ZeroRedundancyOptimizer(
+                params, optim.SGD, parameters_as_bucket_view=view, layout="sliced", **options
+            )
+            if sharded
+            else optim.SGD(params, **options)
+        )
+        train(opt, params, range(2), missing=False)
+        param.data = param.data.t()
+        results.append(train(opt, params, range(2, 4), missing=False))
+    return differing(*results)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_parameter_may_be_transposed_where_it_lies(view: bool) -> None:
+    assert run_ranks(_transposed_where_it_lies, 2, view) == [[], []]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from models import (
     MLP_PROBLEM,
     PROBLEMS,
     SGD,
+    ConvNet,
     Problem,
     Setup,
     both,
@@ -712,7 +714,10 @@ def _nothing_here() -> list[str]:
                 else:
                     zero.backward(step)
                 (oracle(noise(step, 6, 16, of=1 - absent)).square().mean() / 2).backward()
+                # It does not know whether others have gradients, and waits with this as they do.
+                next(zero.module.parameters()).requires_grad_(step != 1)
                 zero.clip(1e9)
+                next(zero.module.parameters()).requires_grad_(True)
                 zero.finish()
                 opt.step()
                 opt.zero_grad()
@@ -743,3 +748,77 @@ def test_one_rank_adds_up_and_clears_as_the_plain_optimizer_does() -> None:
             plain, zero = (make(MLP_PROBLEM.fresh(), kind) for make in (with_plain, with_zero))
             seen = [[*copies(loop(setup) or []), *setup.params] for setup in (plain, zero)]
             assert differing(*seen) == [], f"{loop.__name__}, {kind}"
+
+
+def _freeze(module: nn.Module) -> None:
+    module.get_submodule("one").requires_grad_(False)
+
+
+def _turn(module: nn.Module) -> None:
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _cast(module: nn.Module) -> None:
+    module.double()
+
+
+def _changed_while_there_are_no_gradients() -> list[str]:
+    def go_on(setup: Setup) -> None:
+        dtype = next(setup.module.parameters()).dtype
+        setup.model(noise(1, 4, 3, 6, 6).to(dtype)).square().mean().backward()
+        setup.opt.step()
+
+    acts: dict[str, Callable[[Setup], object]] = {
+        "step": lambda setup: setup.opt.step(),
+        "clip": lambda setup: setup.clip(1.0),
+        "look": lambda setup: setup.opt.full_grad("head.weight"),
+    }
+    failures = []
+    for change, (name, act), first in itertools.product(
+        (_freeze, _turn, _cast), acts.items(), (True, False)
+    ):
+        setup = with_zero(ConvNet(), SGD, broadcast_buffers=False)
+        go_on(setup)
+        setup.opt.zero_grad()
+        before = setup.params
+        if first:
+            change(setup.module)
+            act(setup)
+        else:
+            act(setup)
+            change(setup.module)
+        found = [param.grad is not None for param in setup.module.parameters()]
+        if any(found) or any((a != b).any() for a, b in zip(before, setup.params, strict=True)):
+            failures.append(f"{change.__name__}, {name}, {first}")
+        go_on(setup)
+        setup.opt.detach()
+    return failures
+
+
+def test_what_changes_while_there_are_no_gradients_is_followed_by_whatever_comes_next() -> None:
+    """No rank had a gradient, and no stand-in for one is left that somebody takes for one."""
+    assert run_ranks(_changed_while_there_are_no_gradients, 2) == [[], []]
+
+
+def _hold_back_after_freezing(setup: Setup) -> list[Tensor]:
+    """Whether before `no_sync` or within it, what is frozen is noticed in the next forward."""
+    branching, part = PROBLEMS["branching"], setup.module.get_submodule("stem")
+    losses = train(setup, branching, range(1))
+    for step in range(4, 16, 4):
+        if step != 8:
+            part.requires_grad_(step == 12)
+        with setup.no_sync():
+            if step == 8:
+                part = setup.module.get_submodule("branches.0").requires_grad_(False)
+            losses += [setup.backward(step, branching), setup.backward(step + 1, branching)]
+        losses.append(setup.backward(step + 2, branching))
+        setup.finish()
+    return losses
+
+
+def _unlike_ddp_after_freezing() -> list[int]:
+    return unlike_ddp(_hold_back_after_freezing, PROBLEMS["branching"], SGD)
+
+
+def test_gradients_are_held_back_after_freezing_as_well() -> None:
+    assert run_ranks(_unlike_ddp_after_freezing, 2) == [[], []]

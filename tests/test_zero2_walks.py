@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn, optim
 
 from models import Branching, Kind, noise, rank, with_plain, with_zero, world_size
 from ranks import run_ranks
+from walks import Act, Walk, walked
 
 pytestmark = pytest.mark.slow
 
@@ -32,34 +32,23 @@ def _close(expected: Tensor, got: Tensor) -> bool:
     return torch.allclose(expected, got, rtol=1e-9, atol=1e-12)
 
 
-class Walk:
-    """A loop over a divided model, and over one that is whole, in step.
-
-    Args:
-        seed: of all that is left to chance, the same on every rank.
-
-    Attributes:
-        acts: what was done so far.
-        wrong: what did not agree.
-    """
+class Looping(Walk):
+    """A loop over a divided model, and over one that is whole, in step."""
 
     def __init__(self, seed: int) -> None:
-        self._chance = random.Random(seed)
+        super().__init__(seed)
         self._seed = seed
         torch.manual_seed(seed)
         self._whole = with_plain(Branching().double(), KIND)
         self._divided = with_zero(
             copy.deepcopy(self._whole.module),
             KIND,
-            layout=self._chance.choice(["sliced", "whole"]),
-            overlap=self._chance.random() < 0.7,
+            layout=self.chance.choice(["sliced", "whole"]),
+            overlap=self.chance.random() < 0.7,
         )
-        self.acts: list[str] = []
-        self.wrong: list[str] = []
 
-    def go(self, steps: int) -> None:
-        """Do things by chance, as long as both agree."""
-        weights: dict[Callable[[], object], float] = {
+    def weights(self) -> dict[Act, float]:
+        return {
             self.backward: 6,
             self.backward_held_back: 3,
             self.some_time_held_back: 2.5,
@@ -72,22 +61,18 @@ class Walk:
             self.scale_a_gradient: 0.7,
             self.evaluate: 1,
         }
-        while steps and not self.wrong:
-            self._do(weights)
-            steps -= 1
-        self._divided.opt.detach()
 
-    def _do(self, weights: dict[Callable[[], object], float]) -> None:
-        act = self._chance.choices(list(weights), list(weights.values()))[0]
-        self.acts.append(act.__name__)
-        act()
+    def check(self) -> None:
         pairs = zip(self._whole.params, self._divided.params, strict=True)
         self.wrong += [f"parameter {n}" for n, pair in enumerate(pairs) if not _close(*pair)]
+
+    def leave(self) -> None:
+        self._divided.opt.detach()
 
     # ------------------------------------------------------------------------------ backward
 
     def backward(self, held_back: bool = False) -> None:
-        part = self._chance.choice(["all", "all", "again", "twice", "head", "stem"])
+        part = self.chance.choice(["all", "all", "again", "twice", "head", "stem"])
         step = 100 * self._seed + len(self.acts)
         self.acts.append(part)
         with self._divided.no_sync() if held_back else contextlib.nullcontext():
@@ -108,8 +93,8 @@ class Walk:
 
     def some_time_held_back(self) -> None:
         with self._divided.no_sync():
-            for _ in range(self._chance.randint(1, 4)):
-                self._do({self.backward: 2, self.step: 1, self.clear: 2, self.clip: 1})
+            for _ in range(self.chance.randint(1, 4)):
+                self.do_one_of({self.backward: 2, self.step: 1, self.clear: 2, self.clip: 1})
 
     def _run(self, module: nn.Module, part: str, step: int, of: int) -> None:
         """A backward pass with the data of rank `of`, which takes branches of its own."""
@@ -134,7 +119,7 @@ class Walk:
             setup.opt.step()
 
     def clear(self) -> None:
-        to_none, by_module = self._chance.random() < 0.7, self._chance.random() < 0.4
+        to_none, by_module = self.chance.random() < 0.7, self.chance.random() < 0.4
         for setup in (self._whole, self._divided):
             (setup.module if by_module else setup.opt).zero_grad(set_to_none=to_none)
 
@@ -177,16 +162,10 @@ class Walk:
             self.wrong.append("an output")
 
 
-def _walk(seeds: range) -> list[tuple[int, list[str], list[str]]]:
-    lost = []
-    for seed in seeds:
-        walk = Walk(seed)
-        walk.go(ACTS)
-        if walk.wrong:
-            lost.append((seed, walk.wrong, walk.acts))
-    return lost
+def _go(seeds: range) -> list[str]:
+    return walked(Looping, seeds, ACTS)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_any_order_of_calls_comes_to_the_numbers_of_one_process(world_size: int) -> None:
-    assert run_ranks(_walk, world_size, range(WALKS), timeout=110) == [[]] * world_size
+    assert run_ranks(_go, world_size, range(WALKS), timeout=110) == [[]] * world_size

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from shardstep.dtensor import local_part
+from shardstep.dtensor import is_dtensor, local_part
 from shardstep.plan import Bucket, Piece, ShardPlan
 
 
@@ -87,7 +87,8 @@ class OwnStorage:
         self._plan = plan
         self._params = params
         self._group_rank = group_rank
-        self._addresses: list[int] = []
+        self._places: list[Place] = []
+        self._divided = any(map(is_dtensor, params))
         self._buffers: dict[int, torch.Tensor] = {}
         self._packing: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._unpacking: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -95,7 +96,7 @@ class OwnStorage:
 
     def attach(self) -> None:
         """Allocate the buffers and remember what is copied between them and the parameters."""
-        self._addresses = _addresses(self._params)
+        self._places = _places(self._params, self._divided)
         # One rank has everything already and sends nothing.
         buckets = self._plan.training_buckets if self._plan.world_size > 1 else ()
         self.nbytes = 0
@@ -139,7 +140,7 @@ class OwnStorage:
 
     def intact(self) -> bool:
         """Whether every parameter still lies where `attach` found it."""
-        return self._addresses == _addresses(self._params)
+        return self._places == _places(self._params, self._divided)
 
     def load(self, bucket: Bucket) -> torch.Tensor:
         """Pack this rank's pieces."""
@@ -160,7 +161,8 @@ class BucketViews:
     def __init__(self, plan: ShardPlan, params: Sequence[torch.Tensor], group_rank: int) -> None:
         self._plan = plan
         self._params = params
-        self._addresses: list[int] = []
+        self._places: list[Place] = []
+        self._divided = any(map(is_dtensor, params))
         self._buffers: dict[int, torch.Tensor] = {}
 
     def attach(self) -> None:
@@ -179,7 +181,7 @@ class BucketViews:
                 if param.data_ptr() != view.data_ptr():
                     view.copy_(param.detach())
                     param.data = view
-        self._addresses = _addresses(self._params)
+        self._places = _places(self._params, self._divided)
 
     def detach(self, params: Iterable[int]) -> None:
         """Copy these out, so that nothing keeps the buffers alive."""
@@ -189,7 +191,7 @@ class BucketViews:
 
     def intact(self) -> bool:
         """Whether every parameter still lies where `attach` put it."""
-        return self._addresses == _addresses(self._params)
+        return self._places == _places(self._params, self._divided)
 
     def load(self, bucket: Bucket) -> torch.Tensor:
         """The bucket itself."""
@@ -199,8 +201,14 @@ class BucketViews:
         """Nothing: the parameters are views of the buffer."""
 
 
-def _addresses(params: Iterable[torch.Tensor]) -> list[int]:
-    return [local_part(param).data_ptr() for param in params]
+Place = tuple[int, tuple[int, ...]]
+"""Where a parameter starts, and in which order its elements follow."""
+
+
+def _places(params: Iterable[torch.Tensor], divided: bool) -> list[Place]:
+    """Where each lies; they are asked several times a step, so who is a DTensor is asked before."""
+    parts = map(local_part, params) if divided else params
+    return [(part.data_ptr(), part.stride()) for part in parts]
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

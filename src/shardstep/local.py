@@ -118,6 +118,25 @@ class LocalOptimizer:
         rank's pieces of them. What it makes tells the form of the state, not its values.
         Parameters, state, options and random numbers are as before, and nobody's hooks are called.
         """
+
+        def use(twin: Optimizer) -> None:
+            turn(twin, "train")
+            with filled(twin, self._missing(twin, rehearsing=True)):
+                twin.step()
+
+        return self._twin(params, use)
+
+    def begin(self, params: Collection[int]) -> None:
+        """Give these parameters the state that the class gives to new ones, if it gives any."""
+        states, _ = self._twin(params, lambda twin: None)
+        for piece, tensor in self._shard:
+            if piece.param in states:
+                self.optim.state[tensor] = states[piece.param]
+
+    def _twin(
+        self, params: Collection[int], use: Callable[[Optimizer], object]
+    ) -> tuple[dict[int, Any], dict[Any, Any]]:
+        """The state of another optimizer of the same class, on copies, after it has been used."""
         groups: Groups = []
         copies: dict[int, torch.Tensor] = {}
         start = 0
@@ -140,9 +159,7 @@ class LocalOptimizer:
             start += len(group["params"])
         with self._unseen(list(copies.values())):
             twin = self._make(groups)
-            turn(twin, "train")
-            with filled(twin, self._missing(twin, rehearsing=True)):
-                twin.step()
+            use(twin)
         states = {index: twin.state[copy] for index, copy in copies.items() if twin.state.get(copy)}
         return states, _loose(twin)
 

@@ -195,6 +195,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Which parameters have, or had, a wider tensor to be stepped on: one that is frozen keeps
         # its master, as it keeps its state.
         self._widened: set[int] = set()
+        # Which parameters ever trained or were given state: more than the class makes for new ones.
+        self._begun: set[int] = set()
         self._warned = precision is not None or self.rank != 0
         self._layout = layout
         self._layouts = Layouts(
@@ -343,6 +345,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._shard = shard
         self._params = parameters(self.param_groups)
         self._trainable = [spec.trainable for spec in plan.specs]
+        self._begun |= {index for index, trains in enumerate(self._trainable) if trains}
         if not self._warned and self._module is None:
             self._warned = warn_of_16_bits(plan.specs, type(self.optim).__name__)
         home = BucketViews if self.parameters_as_bucket_view else OwnStorage
@@ -411,6 +414,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._settle_in()
         else:
             self._replan("following a change of the parameters", self._plan_now)
+
+    def _follow_without_gradients(self) -> None:
+        """Adapt to parameters of another form before gradients are asked for, if there are none.
+
+        Called on every rank. To find that nobody has gradients takes a round of reductions, in
+        which they are to be of the form that parameters have. What is merely frozen by now can wait
+        until that is over, and has to: a rank that has no gradients does not know whether others
+        do. Under `Join`, ranks without data adapt when they shadow the step.
+        """
+        if self._module is None or self._join_config.enable or self._shadowing:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            waits = self._gradients.held() or self._home.intact()
+        if not waits:
+            self._gather.land()
+            self._follow()
 
     def _unchanged(self) -> bool:
         """Whether the parameters are as and where the plan in force has them."""
@@ -504,12 +523,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if old.trainable and not new.trainable
         )
         self._home.detach(now_frozen)
+        new = set(range(len(self._plan.specs))) - self._begun - self._widened
         shard = self._shard_of(plan)
         shard.take_masters(masters)
         self._adopt(plan, shard)
         if held_back:
             self._gradients.hold_back()
         self._local.adopt(shard, states)
+        # State that the class made for a parameter that was frozen then has as few bits as that.
+        if new & self._widened:
+            self._local.begin(new & self._widened)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as for any optimizer, and place them.
@@ -590,6 +613,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _notify(self) -> None:
         """Under `Join`, let ranks without data take part in the step. Called on every rank."""
         if self._module is not None:
+            self._follow_without_gradients()
             # What reductions are still to be announced is announced before the step is.
             self._gradients.collect()
             self._announce("step", lambda: [options_of(self.param_groups)])
@@ -765,6 +789,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: with `overlap_with_ddp=True`, where the step was taken before this call.
         """
         self._refuse_if_stepped("clip_grad_norm_()")
+        self._follow_without_gradients()
         return self._gradients.clip_norm(
             float(max_norm), float(norm_type), error_if_nonfinite, foreach
         )
@@ -859,6 +884,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             parameter: the parameter or its name.
         """
+        self._follow_without_gradients()
         return self._gradients.full(self._index(parameter))
 
     def full_state(self, parameter: torch.Tensor | str) -> dict[str, Any]:
@@ -1060,6 +1086,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if sharded:
             taken = read_sharded(self, state_dict)
             masters, present = taken.masters, taken.present
+            self._begun |= set(present)
             held = sorted(self._plan.intervals(self.rank))
             install(
                 self.optim,
@@ -1098,9 +1125,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         sent: a rank may load alone.
         """
         specs = self._plan.specs
+        given = set(params)
+        self._begun |= given
         more = {
             index
-            for index in params
+            for index in given
             if self._precision.step_dtype(specs[index].dtype) != specs[index].dtype
         }
         if not more <= self._widened:

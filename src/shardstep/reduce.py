@@ -547,6 +547,8 @@ class ShardedGradients:
             for piece, tensor in self._shard:
                 tensor.grad = self._grads[piece.param] if piece.param in used else None
             self._collected = not self._paused
+            if not self._used_here and not self._used_among(set(self._trained)):
+                self._drop()  # nobody had any: as for any optimizer, there is none now either
         for piece, tensor in self._shard:
             # Cleared by hand, for this step to leave the parameter alone.
             if self._params[piece.param].grad is None:
@@ -603,13 +605,17 @@ class ShardedGradients:
             if not set_to_none:
                 self._zero_grads(self._trained)
                 return
-            for index in self._trained:
-                self._params[index].grad = None
-                self._standing[index].take_incoming()
-            for _, tensor in self._shard:
-                tensor.grad = None
-            self._aside.clear()
-            self._forget()
+            self._drop()
+
+    def _drop(self) -> None:
+        """Leave no gradient and no stand-in for one."""
+        for index in self._trained:
+            self._params[index].grad = None
+            self._standing[index].take_incoming()
+        for _, tensor in self._shard:
+            tensor.grad = None
+        self._aside.clear()
+        self._forget()
 
     def _forget(self) -> None:
         for pending, _ in self._used_elsewhere:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from shardstep.describe import class_within
 from shardstep.dtensor import num_parts, refuse_part
+from shardstep.layout.beside import differs_beside
 from shardstep.layout.cost import step_cost
 from shardstep.layout.overrides import refuse_overrides
 from shardstep.layout.probe import Verdict, probe
@@ -47,7 +48,7 @@ LAYOUTS = ("sliced", "whole")
 CACHED = 256
 """So many verdicts are remembered."""
 
-_verdicts: OrderedDict[Any, Verdict] = OrderedDict()
+_verdicts: OrderedDict[Any, Any] = OrderedDict()
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -265,6 +266,7 @@ def choose(
     strictness = ("untried", "coupled", "per tensor", "element-wise")
     verdict = min(verdicts, key=lambda v: (strictness.index(v.kind), not v.random))
     _refuse(asked, name, verdict)
+    _refuse_mixed_dtypes(optimizer_class, defaults, group_options, dtypes, devices, verdict)
     needed = verdict.layout or "whole"
     return Choice(asked or needed, f"{name} was tried and is {verdict}", verdict)
 
@@ -299,6 +301,28 @@ def _refuse(asked: Layout | None, name: str, verdict: Verdict) -> None:
         )
 
 
+def _refuse_mixed_dtypes(
+    optimizer_class: Callable[..., Optimizer],
+    defaults: Mapping[str, Any],
+    group_options: Mapping[str, Any],
+    dtypes: set[torch.dtype],
+    devices: Sequence[torch.device],
+    verdict: Verdict,
+) -> None:
+    """Raise if tensors of these dtypes, in one group, are updated otherwise than apart."""
+    if len(dtypes) < 2 or verdict.random or verdict.kind == "untried":
+        return
+    args = (defaults, group_options, tuple(sorted(dtypes, key=str)), tuple(devices))
+    key = ("mixed", optimizer_class, *map(_frozen, args[:2]), *args[2:])
+    pair = _once(key, lambda: differs_beside(optimizer_class, *args))
+    if pair is not None:
+        raise ValueError(
+            f"{name_of(optimizer_class)} updates tensors of {pair[0]} and {pair[1]} in one group "
+            "otherwise than apart, so its numbers would depend on which rank owns which; give each "
+            "dtype a group of its own, or keep masters with precision=MixedPrecision()"
+        )
+
+
 def verdict_on(
     optimizer_class: Callable[..., Optimizer],
     defaults: Mapping[str, Any],
@@ -310,14 +334,20 @@ def verdict_on(
     """What `probe` says; asked once for each class, set of options, dtype and sizes."""
     args = (defaults, group_options, dtype, devices, sizes)
     key = (optimizer_class, *map(_frozen, args[:2]), dtype, tuple(devices), sizes)
+    found: Verdict = _once(key, lambda: probe(optimizer_class, *args))
+    return found
+
+
+def _once(key: Any, find: Callable[[], Any]) -> Any:
+    """What `find` returns, or has returned for an equal key."""
     try:
-        found = _verdicts.get(key)
+        if key in _verdicts:
+            return _verdicts[key]
     except TypeError:  # an option that cannot be told from another one
-        return probe(optimizer_class, *args)
-    if found is None:
-        found = _verdicts[key] = probe(optimizer_class, *args)
-        while len(_verdicts) > CACHED:
-            _verdicts.popitem(last=False)
+        return find()
+    found = _verdicts[key] = find()
+    while len(_verdicts) > CACHED:
+        _verdicts.popitem(last=False)
     return found
 
 

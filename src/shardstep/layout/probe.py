@@ -34,7 +34,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.layout.constants import constants_everywhere, quick_constants
-from shardstep.layout.race import DECIDED, HEAD, PARAMETER, DrawsRandomNumbers, Race
+from shardstep.layout.race import DECIDED, HEAD, PARAMETER, RAISED, DrawsRandomNumbers, Race
 from shardstep.layout.trial import (
     LARGE,
     OTHERS,
@@ -166,7 +166,10 @@ def _judge(trial: Trial) -> Verdict:
     if verdict.kind == "coupled" and PARAMETER not in verdict.why and trial.num_groups > 1:
         with contextlib.suppress(NotTried):
             other = _judge_as_it_is(replace(trial, filled=True))
-            return replace(other, filled=other.kind != "coupled")
+            if other.kind != "coupled":
+                return replace(other, filled=True)
+            # What is in the way of it apart from that; not that it cannot be filled either.
+            return verdict if RAISED in other.why else other
     return verdict
 
 

@@ -43,6 +43,10 @@ PARAMETER = "a parameter"
 """What is said to have differed where an update has: no empty group is to blame for that."""
 
 
+RAISED = "it raised"
+"""What is said where it has."""
+
+
 class DrawsRandomNumbers(Exception):
     """The class has drawn from a source that ranks do not share."""
 
@@ -180,7 +184,7 @@ class _Shared:
             while self.difference is None and self.steps < len(course):
                 self._step(course[self.steps])
         except NotTried as failure:
-            self.difference = f"it raised {type(failure.error).__name__}: {failure.error}"
+            self.difference = f"{RAISED} {type(failure.error).__name__}: {failure.error}"
 
     def _step(self, expected: Sequence[torch.Tensor]) -> None:
         self.steps += 1

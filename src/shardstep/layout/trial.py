@@ -166,7 +166,7 @@ def trials(
                 given: Mapping[str, Any] = given,
                 device: torch.device = device,
             ) -> Optimizer:
-                return optimizer_class(groups, **_own(given, device))
+                return optimizer_class(groups, **options_of_its_own(given, device))
 
             for num_groups, sparse in ((2, False), (2, True), (1, False)):
                 notes = (
@@ -219,7 +219,7 @@ def sizes_among(
     return tuple(sorted(found))
 
 
-def _own(options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def options_of_its_own(options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """The options, in memory of our own, with a learning rate that shows."""
 
     def own(value: Any) -> Any:
@@ -271,7 +271,7 @@ class Run:
         ]
         groups = [
             {
-                **_own(trial.group_options, trial.device),
+                **options_of_its_own(trial.group_options, trial.device),
                 "params": [
                     param
                     for param, (tensor, _) in zip(self.params, parts, strict=True)
