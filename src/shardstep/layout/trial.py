@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardstep.describe import check_optimizer
 from shardstep.fill import filled
+from shardstep.layout.same import same_bits
 from shardstep.mixture import extras
 from shardstep.modes import has_modes, turn
 from shardstep.plan import ALIGNMENT, Interval
@@ -142,8 +143,8 @@ class NotTried(Exception):
         self.made = made
 
 
-class SeveralEvaluations(Exception):
-    """The class evaluates a closure more than once in a step."""
+class EvaluatesBetween(Exception):
+    """The class evaluates a closure when a rank may have moved its own parameters only."""
 
 
 def trials(
@@ -299,26 +300,32 @@ class Run:
             Whether random numbers were drawn, from a source that all optimizers share.
 
         Raises:
-            SeveralEvaluations: if it evaluates its closure more than once.
+            EvaluatesBetween: if it evaluates its closure more than once, or moves parameters first.
         """
         number, self._taken = self._taken, self._taken + 1
         evaluations = 0
+        moved = False
+        now = {"always": True, "never": False, "now and then": number % 3 == 2}
+        with_closure = now[self._trial.closures]
+        before: list[torch.Tensor] = []
 
         def closure() -> torch.Tensor:
-            nonlocal evaluations
+            nonlocal evaluations, moved
             evaluations += 1
+            moved = moved or not all(map(same_bits, before, self.params))
             self._give_gradients(number)
             return torch.full((), 1.0 / (1 + number), device=self._trial.device)
 
         self._give_gradients(number)
         draws = _Draws(number, self._trial.device) if self._seeded else None
-        now = {"always": True, "never": False, "now and then": number % 3 == 2}
         try:
             if number == TURN and has_modes(self.opt):
                 turn(self.opt, "eval")
                 turn(self.opt, "train")
+            if with_closure:
+                before += [param.detach().clone() for param in self.params]
             with filled(self.opt, self._missing(number)):
-                if now[self._trial.closures]:
+                if with_closure:
                     self.opt.step(closure)  # type: ignore[arg-type]
                 else:
                     self.opt.step()
@@ -326,7 +333,15 @@ class Run:
             if evaluations <= 1:
                 raise NotTried(error, made=True) from error
         if evaluations > 1:
-            raise SeveralEvaluations
+            raise EvaluatesBetween(
+                "a step evaluates its closure more than once, and between two evaluations a rank "
+                "has moved its own parameters only"
+            )
+        if moved:
+            raise EvaluatesBetween(
+                "a step moves parameters before it evaluates its closure, and a rank has moved its "
+                "own only by then"
+            )
         return self._drew_when_made or (draws is not None and draws.happened())
 
     def _missing(self, step: int) -> dict[int, tuple[torch.Tensor, bool]]:
