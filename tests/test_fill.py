@@ -62,6 +62,13 @@ class TakesTheFirst(LeavesEmptyOut):
         super().step()
 
 
+class SaysWhatItTakes(LeavesEmptyOut):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not all(group["params"] for group in self.param_groups):
+            raise ValueError("a parameter group is empty")
+        super().step()
+
+
 class ByTensor(LeavesEmptyOut):
     def direction(self, grad: torch.Tensor) -> torch.Tensor:
         return grad / (1 + grad.norm())
@@ -71,6 +78,7 @@ CLASSES = {
     LeavesEmptyOut: "element-wise",
     CountsWhereThereIsAGradient: "coupled",
     TakesTheFirst: "element-wise",
+    SaysWhatItTakes: "element-wise",
     ByTensor: "per tensor",
 }
 

@@ -39,7 +39,7 @@ MANY_CALLS = 300
 """Beyond so many calls in that one, for two small matrices, the steps of a class take long."""
 
 
-PARAMETER = "a parameter"
+PARAMETER = "a parameter differed after step"
 """What is said to have differed where an update has: no empty group is to blame for that."""
 
 
@@ -188,7 +188,7 @@ class _Shared:
             run.advance()
             for param, (number, interval) in zip(run.params, parts, strict=True):
                 if not same_bits(param, part(expected[number], interval)):
-                    self.difference = f"{PARAMETER} differed after step {self.steps}"
+                    self.difference = f"{PARAMETER} {self.steps}"
                     return
 
     def compare_rest(self, cut_too: bool) -> None:
