@@ -103,6 +103,23 @@ class Keeps(LeavesEmptyOut):
             group["kept"] = sum(param.numel() for param in group["params"])
 
 
+def test_so_is_what_is_kept_in_another_order() -> None:
+    verdict = probe(KeepsInAnotherOrder, {}, {})
+    assert verdict.kind == "coupled"
+    assert "'late'" in str(verdict)
+
+
+class KeepsInAnotherOrder(LeavesEmptyOut):
+    """In the order in which things come up, and what comes up first depends on the group."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            numel = sum(param.numel() for param in group["params"])
+            for key in ("late", "early") if numel % 2 else ("early", "late"):
+                group.setdefault(key, True)
+
+
 class Net(nn.Module):
     """So small beside its first group that most ranks have nothing of the second."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -226,13 +226,9 @@ class _Shared:
 
 
 def _first_unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The first key under which there is not the same in both."""
-    return next(
-        k for k in {**one, **other} if not same(one.get(k, _NOTHING), other.get(k, _NOTHING))
-    )
-
-
-_NOTHING = type("Nothing", (), {})
+    """The first key that the other does not have in that place, or has something else under."""
+    places = zip_longest(one.items(), other.items())
+    return next(str((here or there)[0]) for here, there in places if not same(here, there))
 
 
 class _Counter(TorchFunctionMode):
