@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join
 
 from ranks import raises_on_every_rank, run_ranks
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
+from shardstep.layout.probe import probe
 
 
 class Averaged(optim.Optimizer):
@@ -209,6 +210,26 @@ def test_only_what_the_class_has_is_there() -> None:
     assert not hasattr(opt, "eval")
     with pytest.raises(AttributeError, match="'ZeroRedundancyOptimizer' has no attribute 'evil'"):
         opt.evil()  # type: ignore[attr-defined]
+
+
+class MeansSomethingElse(optim.SGD):
+    train = True
+
+    def eval(self, loss: float) -> float:
+        return loss
+
+
+class WantsToBeToldMore(MeansSomethingElse):
+    def train(self, data: Any) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("cls", [MeansSomethingElse, WantsToBeToldMore])
+def test_a_class_may_mean_something_else_by_these_names(cls: type[optim.Optimizer]) -> None:
+    assert probe(cls, {"lr": 0.1}, {}).kind == "element-wise"
+    opt = ZeroRedundancyOptimizer(Net().parameters(), cls, lr=0.1)
+    assert not hasattr(opt, "train")
+    assert not hasattr(opt, "eval")
 
 
 def test_the_class_in_a_mixture_that_has_them_is_turned() -> None:

@@ -5,6 +5,9 @@ Schedule-free classes have both, and some of them take no step before they are t
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 from torch.optim import Optimizer
 
 from shardstep.mixture import parts_of
@@ -25,4 +28,13 @@ def turn(opt: Optimizer, mode: str) -> None:
 
 
 def _has_both(opt: Optimizer) -> bool:
-    return all(callable(getattr(opt, mode, None)) for mode in MODES)
+    return all(_takes_nothing(getattr(opt, mode, None)) for mode in MODES)
+
+
+def _takes_nothing(method: Any) -> bool:
+    """Whether it can be called as it is: what wants to be told more is something else."""
+    try:
+        inspect.signature(method).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
