@@ -204,3 +204,19 @@ def test_numbers_and_counters_are_those_of_the_unsharded_class(
         assert difference(resumed, end) is None
         if number == ranks - 1:
             assert difference(dumped, saved) is None
+
+
+def refuse_a_group() -> None:
+    net, opt = make(LeavesEmptyOut, "plain")
+    more = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="needs the same on every rank"):
+        opt.add_param_group({"params": more.parameters(), "lr": 0.1 + dist.get_rank()})
+    train(net, opt, range(2))
+    assert str(opt.report()).count("since LeavesEmptyOut was tried") == 2
+    opt.add_param_group({"params": more.parameters(), "lr": 0.3})
+    train(net, opt, range(2, 4))
+    assert [group["step"] for group in opt.param_groups] == [4, 4, 2]
+
+
+def test_a_group_that_was_refused_is_not_filled() -> None:
+    run_ranks(refuse_a_group, 2)

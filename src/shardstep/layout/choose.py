@@ -137,7 +137,7 @@ class Layouts:
 
     def forget(self, num_groups: int) -> None:
         """Only the first `num_groups` groups are left."""
-        del self._asked[num_groups:]
+        del self._asked[num_groups:], self.choices[num_groups:]
         self._costs.clear()
 
     def lines(self) -> list[str]:
