@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from problems import difference
 from ranks import run_ranks
-from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 from shardstep.layout.probe import probe
 
 
@@ -220,3 +220,53 @@ def refuse_a_group() -> None:
 
 def test_a_group_that_was_refused_is_not_filled() -> None:
     run_ranks(refuse_a_group, 2)
+
+
+class NotesDown(LeavesEmptyOut):
+    """Counts by what it finds in a group, once the closure has been evaluated."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        super().step()
+        for group in self.param_groups:
+            if group["params"]:
+                first = group["params"][0]
+                group["found"] = str(first.dtype), first.requires_grad, first.grad is not None
+
+
+def note_down(way: str) -> list[Any]:
+    torch.manual_seed(0)
+    net = Net().to(torch.bfloat16)
+    groups = net.groups()
+    if way == "quantised":  # weights that do not train, as adapters are put on
+        codes = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+        groups[0]["params"].append(codes)
+        groups[1]["params"].insert(0, nn.Parameter(codes.clone(), requires_grad=False))
+    opt = ZeroRedundancyOptimizer(groups, NotesDown, precision=MixedPrecision())
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = net(torch.ones(1, 40, dtype=torch.bfloat16)).sum()
+        loss.backward()
+        return loss
+
+    if way == "closure":
+        opt.step(closure)  # type: ignore[arg-type]
+    else:
+        closure()
+        opt.step()
+    return [
+        local["found"] if way != "quantised" else "found" in local for local in opt.param_groups
+    ]
+
+
+@pytest.mark.parametrize("way", ["masters", "closure"])
+def test_an_empty_group_is_filled_with_what_others_have_there(way: str) -> None:
+    for found in run_ranks(note_down, 3, way):
+        assert found == [("torch.float32", True, True)] * 2
+
+
+def test_weights_that_do_not_train_are_not_what_it_is_filled_like() -> None:
+    assert run_ranks(note_down, 3, "quantised") == [[True, True]] * 3

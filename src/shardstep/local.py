@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.describe import check_optimizer
-from shardstep.fill import filled
+from shardstep.fill import filled, stand_in
 from shardstep.layout.unseen import unseen
 from shardstep.mixture import CLASS_KEY, Mixture, parts_of
 from shardstep.modes import turn
@@ -31,6 +31,7 @@ class LocalOptimizer:
         shard: this rank's pieces.
         make: constructs the optimizer from groups.
         to_fill: says which groups are to be filled if there is nothing of them here.
+        dtype: says in which dtype the parameter of a number, and of a dtype, is stepped on.
 
     Attributes:
         optim: the optimizer.
@@ -42,11 +43,13 @@ class LocalOptimizer:
         shard: Shard,
         make: Callable[[Groups], Optimizer],
         to_fill: Callable[[], Sequence[int]],
+        dtype: Callable[[int, torch.dtype], torch.dtype],
     ) -> None:
         self._exposed = exposed
         self._shard = shard
         self._make = make
         self._to_fill = to_fill
+        self._dtype = dtype
         self.optim = make(self._groups(shard))
         check_optimizer(self.optim, len(exposed))
 
@@ -72,20 +75,27 @@ class LocalOptimizer:
         Args:
             **kwargs: passed on to the optimizer's `step`.
         """
-        with filled(self.optim, self._missing(self.optim)):
+        evaluates = kwargs.get("closure") is not None
+        with filled(self.optim, self._missing(self.optim, gradients_come=evaluates)):
             return self.optim.step(**kwargs)
 
     def _missing(
-        self, optim: Optimizer, rehearsing: bool = False
-    ) -> dict[int, tuple[torch.Tensor, bool]]:
+        self, optim: Optimizer, gradients_come: bool = True
+    ) -> dict[int, torch.nn.Parameter]:
         """The groups of `optim` that are to be filled, as `filled` takes them."""
         missing = {}
         for number in self._to_fill():
             params = self._exposed[number]["params"]
-            if params and not optim.param_groups[number]["params"]:
-                with torch._C.DisableTorchFunctionSubclass():  # parameters in flight stay there
-                    has_gradient = any(param.grad is not None for param in params)
-                missing[number] = (params[0], rehearsing or has_gradient)
+            if not params or optim.param_groups[number]["params"]:
+                continue
+            with torch._C.DisableTorchFunctionSubclass():  # parameters in flight stay there
+                # One that has no part in training may be of any dtype.
+                place = next((i for i, param in enumerate(params) if param.requires_grad), 0)
+                like = params[place]
+                has_gradient = any(param.grad is not None for param in params)
+                has_gradient = has_gradient or (gradients_come and like.requires_grad)
+                index = sum(len(group["params"]) for group in self._exposed[:number]) + place
+                missing[number] = stand_in(like, self._dtype(index, like.dtype), has_gradient)
         return missing
 
     def push_options(self) -> None:
@@ -141,7 +151,7 @@ class LocalOptimizer:
         with self._unseen(list(copies.values())):
             twin = self._make(groups)
             turn(twin, "train")
-            with filled(twin, self._missing(twin, rehearsing=True)):
+            with filled(twin, self._missing(twin)):
                 twin.step()
         states = {index: twin.state[copy] for index, copy in copies.items() if twin.state.get(copy)}
         return states, _loose(twin)
@@ -194,7 +204,7 @@ class LocalOptimizer:
             try:
                 twin = self._make(groups)
                 turn(twin, "train")
-                with filled(twin, self._missing(twin, rehearsing=True)):
+                with filled(twin, self._missing(twin)):
                     twin.step()
             except Exception as error:
                 return error

@@ -197,7 +197,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         def make_local() -> None:
             self._local = LocalOptimizer(
-                self.param_groups, self._shard, local, self._layouts.filled
+                self.param_groups, self._shard, local, self._layouts.filled, self._dtype_here
             )
             self.optim = self._local.optim
 
@@ -309,8 +309,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         dtypes = {
             index: dtype
             for index, spec in enumerate(plan.specs)
-            if index in self._widened
-            and (dtype := self._precision.step_dtype(spec.dtype)) != spec.dtype
+            if (dtype := self._dtype_here(index, spec.dtype)) != spec.dtype
         }
 
         def widen(pieces: Sequence[Piece], params: Sequence[torch.Tensor]) -> Wide:
@@ -320,6 +319,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return Masters(narrow, params, dtypes)
 
         return Shard(plan, parameters(self.param_groups), self.rank, self._apart, widen)
+
+    def _dtype_here(self, index: int, dtype: torch.dtype) -> torch.dtype:
+        """In which dtype the parameter with this number, which is of `dtype`, is stepped on."""
+        return self._precision.step_dtype(dtype) if index in self._widened else dtype
 
     def _adopt(self, plan: ShardPlan, shard: Shard) -> None:
         """Make `plan` the one in force."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shardstep.describe import check_optimizer
-from shardstep.fill import filled
+from shardstep.fill import filled, stand_in
 from shardstep.layout.same import same_bits
 from shardstep.mixture import extras
 from shardstep.modes import has_modes, turn
@@ -344,7 +344,7 @@ class Run:
             )
         return self._drew_when_made or (draws is not None and draws.happened())
 
-    def _missing(self, step: int) -> dict[int, tuple[torch.Tensor, bool]]:
+    def _missing(self, step: int) -> dict[int, torch.nn.Parameter]:
         """The groups that are to be filled, as `filled` takes them."""
         trial, missing = self._trial, {}
         for number, group in enumerate(self.opt.param_groups if trial.filled else ()):
@@ -352,8 +352,9 @@ class Run:
                 every = range(len(trial.shapes))
                 tensors = [n for n in every if trial.group(n) == number] or every
                 grads = [gradient(trial.shapes, trial.dtype, n, step) for n in tensors]
-                like = start(trial, tensors[0]).to(trial.device)
-                missing[number] = (like, any(grad is not None for grad in grads))
+                like = torch.nn.Parameter(start(trial, tensors[0]).to(trial.device))
+                has_gradient = any(grad is not None for grad in grads)
+                missing[number] = stand_in(like, trial.dtype, has_gradient)
         return missing
 
     def _give_gradients(self, step: int) -> None:
