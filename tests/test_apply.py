@@ -181,6 +181,24 @@ def test_anything_may_be_applied_in_between() -> None:
     run_ranks(apply_anything, 2)
 
 
+def change_what_does_not_train(way: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net = Net()
+    net.a.requires_grad_(False)  # it never had any state
+    net.b.bias = nn.Parameter(torch.empty(0, 5), requires_grad=False)
+    module = {"module": net} if way == "module" else {}
+    opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, **module)
+    opt.apply(halve)
+    return [param.detach().clone() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("way", ["plain", "module"])
+def test_what_does_not_train_is_changed_everywhere_too(way: str) -> None:
+    expected = change_what_does_not_train(way)
+    for seen in run_ranks(change_what_does_not_train, 2, way):
+        assert equal([seen], [expected])
+
+
 def fail_on_one_rank() -> None:
     torch.manual_seed(0)
     net = Net()

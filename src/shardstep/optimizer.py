@@ -48,6 +48,7 @@ from shardstep.join import (
     take_options,
 )
 from shardstep.layout.choose import Layouts
+from shardstep.layout.same import same_bits
 from shardstep.local import LocalOptimizer, LocalState
 from shardstep.masters import Copies, Masters, Wide
 from shardstep.mixture import CLASS_KEY, Mixture, extras, names_a_class, no_defaults
@@ -640,7 +641,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         For what a class does to parameters outside of `step()`. Where the class has `train()` and
         `eval()`, as schedule-free ones do, this optimizer has them too, by way of this. Called on
         every rank, with the same `act`, which must not look beyond what the layout keeps together:
-        the element or the tensor. Parameters that do not train are gathered if they have state.
+        the element or the tensor. Parameters that do not train are gathered if it changes them.
 
         Args:
             act: called with the local optimizer, whose parameters are this rank's pieces.
@@ -662,8 +663,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "ranks that have run out of data would not take part; call it before or after"
             )
         self._prepare_step()
-        own = [index for index in self._local.states() if not self._trainable[index]]
-        frozen = sorted(set().union(*together(self._comm, "apply()", lambda: own)))
+        # No gather is for these, and a frozen model is not to be sent for nothing.
+        frozen = [
+            (piece.param, tensor, tensor.detach().clone())
+            for piece, tensor in self._shard
+            if self.world_size > 1 and not self._trainable[piece.param]
+        ]
 
         def act_here() -> None:
             try:
@@ -672,6 +677,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._settle()
                 self._shard.end()
                 self._local.publish_options()
+
+        def changed() -> list[int]:
+            return [index for index, now, before in frozen if not same_bits(now, before)]
 
         try:
             together(self._comm, "apply()", act_here)
@@ -682,7 +690,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 ]
             torch.autograd.graph.increment_version(trained)
             self._gather.launch()
-            for index in frozen:
+            for index in sorted(set().union(*together(self._comm, "apply()", changed))):
                 self._spread(index)
 
     @torch.no_grad()
