@@ -181,6 +181,34 @@ def test_anything_may_be_applied_in_between() -> None:
     run_ranks(apply_anything, 2)
 
 
+def descend(local: optim.Optimizer) -> None:
+    with torch.no_grad():
+        for group in local.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad)
+
+
+def look_for_gradients(way: str) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    module = {"module": net} if way == "module" else {}
+    opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, **module)
+    net(torch.ones(1, 7)).sum().backward()
+    opt.clip_grad_norm_(1.0)
+    before = [param.detach().clone() for param in net.parameters()]
+    opt.apply(descend)
+    assert equal([before], [[param.detach().clone() for param in net.parameters()]])
+    opt.step()
+    assert not torch.equal(before[0], net.a.weight)
+
+
+@pytest.mark.parametrize("way", ["plain", "module"])
+def test_no_gradients_are_seen_whoever_has_them(way: str) -> None:
+    look_for_gradients(way)
+    run_ranks(look_for_gradients, 2, way)
+
+
 def change_what_does_not_train(way: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     net = Net()

@@ -641,7 +641,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         For what a class does to parameters outside of `step()`. Where the class has `train()` and
         `eval()`, as schedule-free ones do, this optimizer has them too, by way of this. Called on
         every rank, with the same `act`, which must not look beyond what the layout keeps together:
-        the element or the tensor. Parameters that do not train are gathered if it changes them.
+        the element or the tensor, and sees no gradients. Parameters that do not train are gathered
+        if it changes them.
 
         Args:
             act: called with the local optimizer, whose parameters are this rank's pieces.
@@ -671,9 +672,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ]
 
         def act_here() -> None:
+            # Those of entire parameters may be there, and those of slices not.
+            gradients = [(tensor, tensor.grad) for _, tensor in self._shard]
+            for tensor, _ in gradients:
+                tensor.grad = None
             try:
                 act(self.optim)
             finally:
+                for tensor, grad in gradients:
+                    tensor.grad = grad
                 self._settle()
                 self._shard.end()
                 self._local.publish_options()
