@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from problems import difference
 from ranks import run_ranks
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
+from shardstep.fill import filled, stand_in
 from shardstep.layout.probe import probe
 
 
@@ -118,6 +119,31 @@ class KeepsInAnotherOrder(LeavesEmptyOut):
             numel = sum(param.numel() for param in group["params"])
             for key in ("late", "early") if numel % 2 else ("early", "late"):
                 group.setdefault(key, True)
+
+
+class Wraps(LeavesEmptyOut):
+    """Has another optimizer inside, on the same groups, that keeps state of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.inside = optim.SGD(self.param_groups, lr=lr, momentum=0.5)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.inside.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "inside": self.inside.state_dict()}
+
+
+def test_nothing_is_left_in_an_optimizer_inside() -> None:
+    assert probe(Wraps, {}, {}).kind == "coupled"
+    opt = Wraps([{"params": [nn.Parameter(torch.ones(2))]}, {"params": []}])
+    with filled(opt, {1: stand_in(torch.ones(2), torch.float32, has_gradient=True)}):
+        opt.step()
+        assert opt.inside.state
+    assert not opt.inside.state
+    opt.state_dict()
 
 
 class Net(nn.Module):

@@ -37,6 +37,8 @@ def filled(opt: Optimizer, stand_ins: Mapping[int, torch.nn.Parameter]) -> Itera
     try:
         yield
     finally:
+        inside = [value for value in vars(opt).values() if isinstance(value, Optimizer)]
         for params, param in given:
             params.pop()
-            opt.state.pop(param, None)
+            for each in (opt, *inside):
+                each.state.pop(param, None)
