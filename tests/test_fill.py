@@ -232,6 +232,39 @@ def test_numbers_and_counters_are_those_of_the_unsharded_class(
             assert difference(dumped, saved) is None
 
 
+class HasModes(LeavesEmptyOut):
+    """Lets nobody know of the mode where there is nothing to turn."""
+
+    def train(self, mode: bool = True) -> None:
+        for group in self.param_groups:
+            if group["params"]:
+                group["trains"] = mode
+
+    def eval(self) -> None:
+        self.train(False)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not all(group["trains"] for group in self.param_groups if group["params"]):
+            raise RuntimeError("call train() first")
+        super().step()
+
+
+def go_through_modes() -> list[list[Any]]:
+    net, opt = make(HasModes, "plain")
+    opt.train()
+    train(net, opt, range(3))
+    modes = []
+    for turn in (opt.eval, opt.train, lambda: opt.train(False), lambda: opt.train(mode=True)):
+        turn()
+        modes.append([group["trains"] for group in opt.param_groups])
+    return modes
+
+
+def test_modes_are_those_of_the_unsharded_class_too() -> None:
+    expected = [[False] * 2, [True] * 2, [False] * 2, [True] * 2]
+    assert run_ranks(go_through_modes, 3) == [expected] * 3
+
+
 def refuse_a_group() -> None:
     net, opt = make(LeavesEmptyOut, "plain")
     more = nn.Linear(3, 3)

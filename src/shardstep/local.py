@@ -79,6 +79,17 @@ class LocalOptimizer:
         with filled(self.optim, self._missing(self.optim, gradients_come=evaluates)):
             return self.optim.step(**kwargs)
 
+    def turn(self, mode: str, /, *args: Any, **kwargs: Any) -> None:
+        """Go over to a mode.
+
+        Args:
+            mode: its name.
+            *args: passed on to the optimizer's method of that name.
+            **kwargs: passed on to it.
+        """
+        with filled(self.optim, self._missing(self.optim)):
+            turn(self.optim, mode, *args, **kwargs)
+
     def _missing(
         self, optim: Optimizer, gradients_come: bool = True
     ) -> dict[int, torch.nn.Parameter]:
@@ -150,8 +161,8 @@ class LocalOptimizer:
             start += len(group["params"])
         with self._unseen(list(copies.values())):
             twin = self._make(groups)
-            turn(twin, "train")
             with filled(twin, self._missing(twin)):
+                turn(twin, "train")
                 twin.step()
         states = {index: twin.state[copy] for index, copy in copies.items() if twin.state.get(copy)}
         return states, _loose(twin)
@@ -203,8 +214,8 @@ class LocalOptimizer:
         with self._unseen([]):
             try:
                 twin = self._make(groups)
-                turn(twin, "train")
                 with filled(twin, self._missing(twin)):
+                    turn(twin, "train")
                     twin.step()
             except Exception as error:
                 return error

@@ -20,11 +20,11 @@ def has_modes(opt: Optimizer) -> bool:
     return any(map(_has_both, parts_of(opt)))
 
 
-def turn(opt: Optimizer, mode: str) -> None:
+def turn(opt: Optimizer, mode: str, /, *args: Any, **kwargs: Any) -> None:
     """Have the optimizer, or whichever it is made of, go over to a mode; nothing if it has none."""
     for part in parts_of(opt):
         if _has_both(part):
-            getattr(part, mode)()
+            getattr(part, mode)(*args, **kwargs)
 
 
 def _has_both(opt: Optimizer) -> bool:

@@ -52,7 +52,7 @@ from shardstep.layout.same import same_bits
 from shardstep.local import LocalOptimizer, LocalState
 from shardstep.masters import Copies, Masters, Wide
 from shardstep.mixture import CLASS_KEY, Mixture, extras, names_a_class, no_defaults
-from shardstep.modes import MODES, has_modes, turn
+from shardstep.modes import MODES, has_modes
 from shardstep.plan import Interval, ParamSpec, Piece, ShardPlan, share
 from shardstep.precision import MixedPrecision, resolve, warn_of_16_bits, widened
 from shardstep.reduce import ShardedGradients, refuse_watched
@@ -716,7 +716,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         def __getattr__(self, name: str) -> Any:
             """`train` and `eval`, if any class here has them."""
             if name in MODES and "optim" in self.__dict__ and has_modes(self.optim):
-                return lambda: self.apply(lambda local: turn(local, name))
+                return lambda *args, **kwargs: self.apply(
+                    lambda _: self._local.turn(name, *args, **kwargs)
+                )
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def __getstate__(self) -> NoReturn:

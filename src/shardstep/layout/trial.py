@@ -284,7 +284,8 @@ class Run:
         draws = _Draws(0, trial.device) if seeded else None
         try:
             self.opt = trial.make(groups)
-            turn(self.opt, "train")
+            with filled(self.opt, self._missing(0)):
+                turn(self.opt, "train")
         except Exception as error:
             raise NotTried(error, made=False) from error
         self._drew_when_made = draws is not None and draws.happened()
@@ -319,13 +320,12 @@ class Run:
         self._give_gradients(number)
         draws = _Draws(number, self._trial.device) if self._seeded else None
         try:
-            if number == TURN and has_modes(self.opt):
-                turn(self.opt, "eval")
-                turn(self.opt, "train")
-            if with_closure:
-                before += [param.detach().clone() for param in self.params]
             with filled(self.opt, self._missing(number)):
+                if number == TURN and has_modes(self.opt):
+                    turn(self.opt, "eval")
+                    turn(self.opt, "train")
                 if with_closure:
+                    before += [param.detach().clone() for param in self.params]
                     self.opt.step(closure)  # type: ignore[arg-type]
                 else:
                     self.opt.step()
