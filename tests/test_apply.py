@@ -270,6 +270,30 @@ class WantsToBeToldMore(MeansSomethingElse):
         raise NotImplementedError
 
 
+class PassesItOn(optim.SGD):
+    def train(self) -> None:
+        self.inside.train()  # type: ignore[attr-defined]
+
+    def eval(self) -> None:
+        self.inside.eval()  # type: ignore[attr-defined]
+
+
+def pass_it_on(folder: Path) -> None:
+    net = Net()
+    opt: Any = ZeroRedundancyOptimizer(net.named_parameters(), PassesItOn, lr=0.1, momentum=0.9)
+    use(net, opt, 0)
+    dcp.save({"opt": opt}, checkpoint_id=folder)
+    other = ZeroRedundancyOptimizer(Net().named_parameters(), PassesItOn, lr=0.1, momentum=0.9)
+    dcp.load({"opt": other}, checkpoint_id=folder)
+    opt.eval()
+
+
+def test_a_class_may_fail_to_turn_and_still_step(tmp_path: Path) -> None:
+    assert probe(PassesItOn, {"lr": 0.1}, {}).kind == "element-wise"
+    match = "no attribute 'inside'"
+    raises_on_every_rank(pass_it_on, 2, (AttributeError, RuntimeError), tmp_path, match=match)
+
+
 @pytest.mark.parametrize("cls", [MeansSomethingElse, WantsToBeToldMore])
 def test_a_class_may_mean_something_else_by_these_names(cls: type[optim.Optimizer]) -> None:
     assert probe(cls, {"lr": 0.1}, {}).kind == "element-wise"

@@ -15,7 +15,7 @@ from shardstep.describe import check_optimizer
 from shardstep.fill import filled, stand_in
 from shardstep.layout.unseen import unseen
 from shardstep.mixture import CLASS_KEY, Mixture, parts_of
-from shardstep.modes import turn
+from shardstep.modes import begins_to_train, turn
 from shardstep.shard import Shard
 
 _PER_PARAMETER = {"params", "param_names"}
@@ -162,7 +162,7 @@ class LocalOptimizer:
         with self._unseen(list(copies.values())):
             twin = self._make(groups)
             with filled(twin, self._missing(twin)):
-                turn(twin, "train")
+                begins_to_train(twin)
                 twin.step()
         states = {index: twin.state[copy] for index, copy in copies.items() if twin.state.get(copy)}
         return states, _loose(twin)
@@ -215,7 +215,7 @@ class LocalOptimizer:
             try:
                 twin = self._make(groups)
                 with filled(twin, self._missing(twin)):
-                    turn(twin, "train")
+                    begins_to_train(twin)
                     twin.step()
             except Exception as error:
                 return error

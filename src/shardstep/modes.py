@@ -27,6 +27,18 @@ def turn(opt: Optimizer, mode: str, /, *args: Any, **kwargs: Any) -> None:
             getattr(part, mode)(*args, **kwargs)
 
 
+def begins_to_train(opt: Optimizer) -> bool:
+    """Have the optimizer train, if it has modes; returns whether it has.
+
+    One that fails has none: it may pass the call on to an optimizer inside that cannot follow.
+    """
+    try:
+        turn(opt, "train")
+    except Exception:
+        return False
+    return has_modes(opt)
+
+
 def _has_both(opt: Optimizer) -> bool:
     return all(_takes_nothing(getattr(opt, mode, None)) for mode in MODES)
 

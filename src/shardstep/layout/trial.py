@@ -19,7 +19,7 @@ from shardstep.describe import check_optimizer
 from shardstep.fill import filled, stand_in
 from shardstep.layout.same import same_bits
 from shardstep.mixture import extras
-from shardstep.modes import has_modes, turn
+from shardstep.modes import begins_to_train, turn
 from shardstep.plan import ALIGNMENT, Interval
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -285,7 +285,7 @@ class Run:
         try:
             self.opt = trial.make(groups)
             with filled(self.opt, self._missing(0)):
-                turn(self.opt, "train")
+                self._has_modes = begins_to_train(self.opt)
         except Exception as error:
             raise NotTried(error, made=False) from error
         self._drew_when_made = draws is not None and draws.happened()
@@ -321,7 +321,7 @@ class Run:
         draws = _Draws(number, self._trial.device) if self._seeded else None
         try:
             with filled(self.opt, self._missing(number)):
-                if number == TURN and has_modes(self.opt):
+                if number == TURN and self._has_modes:
                     turn(self.opt, "eval")
                     turn(self.opt, "train")
                 if with_closure:
