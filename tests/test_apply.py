@@ -63,6 +63,19 @@ class Averaged(optim.Optimizer):
                 state["z"].sub_(param.grad, alpha=group["lr"])
 
 
+class Exchanges(Averaged):
+    """Has the averages beside, and exchanges the two rather than their values."""
+
+    def _turn(self, trains: bool, weight: Callable[[float], float]) -> None:
+        for group in self.param_groups:
+            if group["trains"] != trains:
+                for param in group["params"]:
+                    state = self.state[param]
+                    if "z" in state:
+                        param.data, state["z"] = state["z"], param.data
+            group["trains"] = trains
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -82,19 +95,21 @@ def use(net: nn.Module, opt: Any, step: int) -> None:
     opt.step()
 
 
-def journey(way: str, dtype: torch.dtype = torch.float32) -> list[list[torch.Tensor]]:
+def journey(
+    way: str, dtype: torch.dtype = torch.float32, cls: type[Averaged] = Averaged
+) -> list[list[torch.Tensor]]:
     """Train, judge, train on, freeze, judge; the weights after each."""
     torch.manual_seed(0)
     net: Any = Net().to(dtype)
     if way == "unsharded":
-        opt: Any = Averaged(net.parameters())
+        opt: Any = cls(net.parameters())
     elif way == "module":
-        opt = ZeroRedundancyOptimizer(net.parameters(), Averaged, module=net, bucket_bytes=64)
+        opt = ZeroRedundancyOptimizer(net.parameters(), cls, module=net, bucket_bytes=64)
     else:
         policy = MixedPrecision() if dtype != torch.float32 else None
         views = way == "views"
         opt = ZeroRedundancyOptimizer(
-            net.parameters(), Averaged, parameters_as_bucket_view=views, precision=policy
+            net.parameters(), cls, parameters_as_bucket_view=views, precision=policy
         )
     seen = []
 
@@ -140,6 +155,14 @@ def test_train_and_eval_are_those_of_the_unsharded_class(way: str) -> None:
     for ranks in (2, 3) if way == "plain" else (2,):
         for seen in run_ranks(journey, ranks, way):
             assert equal(seen, expected)
+
+
+@pytest.mark.parametrize("way", ["plain", "views", "module"])
+def test_a_class_may_exchange_its_parameters_for_its_state(way: str) -> None:
+    expected = journey("unsharded", cls=Exchanges)
+    assert equal(journey(way, cls=Exchanges), expected)
+    for seen in run_ranks(journey, 2, way, cls=Exchanges):
+        assert equal(seen, expected)
 
 
 @pytest.mark.parametrize("way", ["plain", "module"])

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from shardstep.describe import check_optimizer
 from shardstep.fill import filled, stand_in
+from shardstep.layout.same import is_plain
 from shardstep.layout.unseen import unseen
 from shardstep.mixture import CLASS_KEY, Mixture, parts_of
 from shardstep.modes import begins_to_train, turn
@@ -108,6 +110,20 @@ class LocalOptimizer:
                 index = sum(len(group["params"]) for group in self._exposed[:number]) + place
                 missing[number] = stand_in(like, self._dtype(index, like.dtype), has_gradient)
         return missing
+
+    def let_go(self, tensor: torch.Tensor, address: int) -> None:
+        """Let the state of `tensor` not lie at `address`, in memory that is about to be used again.
+
+        A class that exchanges `p.data` for a tensor of its state leaves it there.
+        """
+
+        def own(value: Any) -> Any:
+            plain = isinstance(value, torch.Tensor) and is_plain(value)
+            return value.clone() if plain and value.data_ptr() == address else value
+
+        state = self.optim.state.get(tensor)
+        if isinstance(state, dict):
+            state.update(tree_map(own, dict(state)))
 
     def push_options(self) -> None:
         """Let what schedulers and users wrote to the exposed groups reach the optimizer."""

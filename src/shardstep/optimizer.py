@@ -618,7 +618,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _settle(self) -> None:
         """Let this rank's pieces of the parameters be what the local optimizer made of them."""
-        if self._shard.settle():
+        if self._shard.settle(self._local.let_go):
             self._settle_in()
 
     def _sync_params(self) -> None:
