@@ -16,6 +16,7 @@ from problems import difference
 from ranks import run_ranks
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 from shardstep.fill import filled, stand_in
+from shardstep.layout.choose import choose
 from shardstep.layout.probe import probe
 
 
@@ -91,6 +92,24 @@ def test_the_probe_tells(cls: type[Optimizer]) -> None:
     assert verdict.filled == (verdict.kind != "coupled")
     assert verdict.filled == ("tensor without elements in empty groups" in str(verdict))
     assert not probe(optim.AdamW, {}, {}).filled
+
+
+class LeavesEmptyOutOfWide(LeavesEmptyOut):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        dtypes = {param.dtype for group in self.param_groups for param in group["params"]}
+        for group in self.param_groups:
+            if group["params"] or dtypes == {torch.bfloat16}:
+                group["step"] = group.get("step", 0) + 1
+                with torch.no_grad():
+                    self.update(group)
+
+
+def test_one_dtype_that_needs_it_is_enough() -> None:
+    params = [torch.ones(2, dtype=d, requires_grad=True) for d in (torch.float32, torch.bfloat16)]
+    for order in (params, params[::-1]):
+        choice = choose("auto", LeavesEmptyOutOfWide, {}, {}, order, world_size=2)
+        assert choice.verdict is not None
+        assert choice.verdict.filled
 
 
 def test_what_differs_in_a_group_is_named() -> None:

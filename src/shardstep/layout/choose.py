@@ -264,6 +264,7 @@ def choose(
     ]
     strictness = ("untried", "coupled", "per tensor", "element-wise")
     verdict = min(verdicts, key=lambda v: (strictness.index(v.kind), not v.random))
+    verdict = replace(verdict, filled=any(each.filled for each in verdicts))
     _refuse(asked, name, verdict)
     needed = verdict.layout or "whole"
     return Choice(asked or needed, f"{name} was tried and is {verdict}", verdict)
