@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join
 
 from ranks import raises_on_every_rank, run_ranks
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
+from shardstep.layout.probe import probe
 
 
 class Averaged(optim.Optimizer):
@@ -62,6 +63,19 @@ class Averaged(optim.Optimizer):
                 state["z"].sub_(param.grad, alpha=group["lr"])
 
 
+class Exchanges(Averaged):
+    """Has the averages beside, and exchanges the two rather than their values."""
+
+    def _turn(self, trains: bool, weight: Callable[[float], float]) -> None:
+        for group in self.param_groups:
+            if group["trains"] != trains:
+                for param in group["params"]:
+                    state = self.state[param]
+                    if "z" in state:
+                        param.data, state["z"] = state["z"], param.data
+            group["trains"] = trains
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -81,19 +95,21 @@ def use(net: nn.Module, opt: Any, step: int) -> None:
     opt.step()
 
 
-def journey(way: str, dtype: torch.dtype = torch.float32) -> list[list[torch.Tensor]]:
+def journey(
+    way: str, dtype: torch.dtype = torch.float32, cls: type[Averaged] = Averaged
+) -> list[list[torch.Tensor]]:
     """Train, judge, train on, freeze, judge; the weights after each."""
     torch.manual_seed(0)
     net: Any = Net().to(dtype)
     if way == "unsharded":
-        opt: Any = Averaged(net.parameters())
+        opt: Any = cls(net.parameters())
     elif way == "module":
-        opt = ZeroRedundancyOptimizer(net.parameters(), Averaged, module=net, bucket_bytes=64)
+        opt = ZeroRedundancyOptimizer(net.parameters(), cls, module=net, bucket_bytes=64)
     else:
         policy = MixedPrecision() if dtype != torch.float32 else None
         views = way == "views"
         opt = ZeroRedundancyOptimizer(
-            net.parameters(), Averaged, parameters_as_bucket_view=views, precision=policy
+            net.parameters(), cls, parameters_as_bucket_view=views, precision=policy
         )
     seen = []
 
@@ -141,6 +157,14 @@ def test_train_and_eval_are_those_of_the_unsharded_class(way: str) -> None:
             assert equal(seen, expected)
 
 
+@pytest.mark.parametrize("way", ["plain", "views", "module"])
+def test_a_class_may_exchange_its_parameters_for_its_state(way: str) -> None:
+    expected = journey("unsharded", cls=Exchanges)
+    assert equal(journey(way, cls=Exchanges), expected)
+    for seen in run_ranks(journey, 2, way, cls=Exchanges):
+        assert equal(seen, expected)
+
+
 @pytest.mark.parametrize("way", ["plain", "module"])
 def test_masters_turn_and_parameters_are_their_rounding(way: str) -> None:
     expected = journey(way, torch.bfloat16)
@@ -180,6 +204,52 @@ def test_anything_may_be_applied_in_between() -> None:
     run_ranks(apply_anything, 2)
 
 
+def descend(local: optim.Optimizer) -> None:
+    with torch.no_grad():
+        for group in local.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad)
+
+
+def look_for_gradients(way: str) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    module = {"module": net} if way == "module" else {}
+    opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, **module)
+    net(torch.ones(1, 7)).sum().backward()
+    opt.clip_grad_norm_(1.0)
+    before = [param.detach().clone() for param in net.parameters()]
+    opt.apply(descend)
+    assert equal([before], [[param.detach().clone() for param in net.parameters()]])
+    opt.step()
+    assert not torch.equal(before[0], net.a.weight)
+
+
+@pytest.mark.parametrize("way", ["plain", "module"])
+def test_no_gradients_are_seen_whoever_has_them(way: str) -> None:
+    look_for_gradients(way)
+    run_ranks(look_for_gradients, 2, way)
+
+
+def change_what_does_not_train(way: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net = Net()
+    net.a.requires_grad_(False)  # it never had any state
+    net.b.bias = nn.Parameter(torch.empty(0, 5), requires_grad=False)
+    module = {"module": net} if way == "module" else {}
+    opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, **module)
+    opt.apply(halve)
+    return [param.detach().clone() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("way", ["plain", "module"])
+def test_what_does_not_train_is_changed_everywhere_too(way: str) -> None:
+    expected = change_what_does_not_train(way)
+    for seen in run_ranks(change_what_does_not_train, 2, way):
+        assert equal([seen], [expected])
+
+
 def fail_on_one_rank() -> None:
     torch.manual_seed(0)
     net = Net()
@@ -209,6 +279,50 @@ def test_only_what_the_class_has_is_there() -> None:
     assert not hasattr(opt, "eval")
     with pytest.raises(AttributeError, match="'ZeroRedundancyOptimizer' has no attribute 'evil'"):
         opt.evil()  # type: ignore[attr-defined]
+
+
+class MeansSomethingElse(optim.SGD):
+    train = True
+
+    def eval(self, loss: float) -> float:
+        return loss
+
+
+class WantsToBeToldMore(MeansSomethingElse):
+    def train(self, data: Any) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class PassesItOn(optim.SGD):
+    def train(self) -> None:
+        self.inside.train()  # type: ignore[attr-defined]
+
+    def eval(self) -> None:
+        self.inside.eval()  # type: ignore[attr-defined]
+
+
+def pass_it_on(folder: Path) -> None:
+    net = Net()
+    opt: Any = ZeroRedundancyOptimizer(net.named_parameters(), PassesItOn, lr=0.1, momentum=0.9)
+    use(net, opt, 0)
+    dcp.save({"opt": opt}, checkpoint_id=folder)
+    other = ZeroRedundancyOptimizer(Net().named_parameters(), PassesItOn, lr=0.1, momentum=0.9)
+    dcp.load({"opt": other}, checkpoint_id=folder)
+    opt.eval()
+
+
+def test_a_class_may_fail_to_turn_and_still_step(tmp_path: Path) -> None:
+    assert probe(PassesItOn, {"lr": 0.1}, {}).kind == "element-wise"
+    match = "no attribute 'inside'"
+    raises_on_every_rank(pass_it_on, 2, (AttributeError, RuntimeError), tmp_path, match=match)
+
+
+@pytest.mark.parametrize("cls", [MeansSomethingElse, WantsToBeToldMore])
+def test_a_class_may_mean_something_else_by_these_names(cls: type[optim.Optimizer]) -> None:
+    assert probe(cls, {"lr": 0.1}, {}).kind == "element-wise"
+    opt = ZeroRedundancyOptimizer(Net().parameters(), cls, lr=0.1)
+    assert not hasattr(opt, "train")
+    assert not hasattr(opt, "eval")
 
 
 def test_the_class_in_a_mixture_that_has_them_is_turned() -> None:

@@ -491,6 +491,26 @@ class EvaluatesTwice(Simple):
         return super().step(closure)
 
 
+class MovesThenEvaluates(Simple):
+    """Has the loss computed somewhere else than where parameters are left between two steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p in params:
+            p.mul_(2)
+        with torch.enable_grad():
+            closure()
+        for p in params:
+            p.div_(2)
+        return super().step()
+
+
+class MovesIfItMayEvaluate(MovesThenEvaluates):
+    def step(self, closure: Any = None) -> Any:
+        return Simple.step(self) if closure is None else super().step(closure)
+
+
 class TwoPhases(Simple):
     def step(self, closure: Any = None) -> Any:
         raise NotImplementedError("call first_step() and second_step()")
@@ -571,6 +591,8 @@ EXPECTED: list[tuple[type[Optimizer], dict[str, Any], str]] = [
     (Distance, {}, "coupled"),
     (CountsByParameter, {}, "coupled"),
     (EvaluatesTwice, {}, "coupled"),
+    (MovesThenEvaluates, {}, "coupled"),
+    (MovesIfItMayEvaluate, {}, "coupled"),
     (optim.LBFGS, {}, "coupled"),
     (optim.LBFGS, {"max_iter": 1}, "coupled"),
     (Noisy, {}, "element-wise and random"),
@@ -800,6 +822,7 @@ def test_the_layout_is_the_one_asked_for_or_the_one_needed(
         ("auto", GlobalClip, "GlobalClip couples all parameters.*unsharded"),
         ("whole", GlobalClip, "GlobalClip couples all parameters"),
         ("whole", NoisyCoupled, "NoisyCoupled couples all parameters"),
+        ("auto", MovesThenEvaluates, "moves parameters before it evaluates its closure.*unsharded"),
         ("auto", optim.LBFGS, "LBFGS couples all parameters.*closure more than once.*unsharded"),
         ("auto", Noisy, "Noisy draws random numbers.*layout='sliced'.*seed each rank"),
         ("auto", NoisyTrust, "NoisyTrust draws random numbers.*layout='whole'"),

@@ -347,7 +347,7 @@ class _BucketStepper:
         self._counting = self._counting or _counts(zero.optim) != before
         for _, tensor in zero._shard:
             tensor.grad = None
-        zero._shard.settle(grads)
+        zero._shard.settle(zero._local.let_go, grads)
         complete = []
         for number, missing in enumerate(self._missing):
             if missing and not missing.difference(grads):

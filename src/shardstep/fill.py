@@ -14,25 +14,31 @@ import torch
 from torch.optim import Optimizer
 
 
+def stand_in(like: torch.Tensor, dtype: torch.dtype, has_gradient: bool) -> torch.nn.Parameter:
+    """A parameter like another one, but in `dtype` and without elements."""
+    empty = torch.empty((0, *like.shape[1:]), dtype=dtype, device=like.device)
+    param = torch.nn.Parameter(empty, requires_grad=like.requires_grad)
+    if has_gradient:
+        param.grad = torch.empty_like(empty)
+    return param
+
+
 @contextlib.contextmanager
-def filled(opt: Optimizer, groups: Mapping[int, tuple[torch.Tensor, bool]]) -> Iterator[None]:
+def filled(opt: Optimizer, stand_ins: Mapping[int, torch.nn.Parameter]) -> Iterator[None]:
     """While this lasts, these groups have a parameter without elements.
 
     Args:
         opt: the optimizer.
-        groups: by number, what the parameter is to be like, and whether it has a gradient.
+        stand_ins: the parameters, by number of the group.
     """
-    given = []
-    for number, (like, has_gradient) in groups.items():
-        shape = (0, *like.shape[1:])
-        param = torch.nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device))
-        if has_gradient:
-            param.grad = torch.empty_like(param)
-        opt.param_groups[number]["params"].append(param)
-        given.append((opt.param_groups[number]["params"], param))
+    given = [(opt.param_groups[number]["params"], param) for number, param in stand_ins.items()]
+    for params, param in given:
+        params.append(param)
     try:
         yield
     finally:
+        inside = [value for value in vars(opt).values() if isinstance(value, Optimizer)]
         for params, param in given:
             params.pop()
-            opt.state.pop(param, None)
+            for each in (opt, *inside):
+                each.state.pop(param, None)

@@ -10,12 +10,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from shardstep.describe import check_optimizer
-from shardstep.fill import filled
+from shardstep.fill import filled, stand_in
+from shardstep.layout.same import is_plain
 from shardstep.layout.unseen import unseen
 from shardstep.mixture import CLASS_KEY, Mixture, parts_of
-from shardstep.modes import turn
+from shardstep.modes import begins_to_train, turn
 from shardstep.shard import Shard
 
 _PER_PARAMETER = {"params", "param_names"}
@@ -31,6 +33,7 @@ class LocalOptimizer:
         shard: this rank's pieces.
         make: constructs the optimizer from groups.
         to_fill: says which groups are to be filled if there is nothing of them here.
+        dtype: says in which dtype the parameter of a number, and of a dtype, is stepped on.
 
     Attributes:
         optim: the optimizer.
@@ -42,11 +45,13 @@ class LocalOptimizer:
         shard: Shard,
         make: Callable[[Groups], Optimizer],
         to_fill: Callable[[], Sequence[int]],
+        dtype: Callable[[int, torch.dtype], torch.dtype],
     ) -> None:
         self._exposed = exposed
         self._shard = shard
         self._make = make
         self._to_fill = to_fill
+        self._dtype = dtype
         self.optim = make(self._groups(shard))
         check_optimizer(self.optim, len(exposed))
 
@@ -72,21 +77,53 @@ class LocalOptimizer:
         Args:
             **kwargs: passed on to the optimizer's `step`.
         """
-        with filled(self.optim, self._missing(self.optim)):
+        evaluates = kwargs.get("closure") is not None
+        with filled(self.optim, self._missing(self.optim, gradients_come=evaluates)):
             return self.optim.step(**kwargs)
 
+    def turn(self, mode: str, /, *args: Any, **kwargs: Any) -> None:
+        """Go over to a mode.
+
+        Args:
+            mode: its name.
+            *args: passed on to the optimizer's method of that name.
+            **kwargs: passed on to it.
+        """
+        with filled(self.optim, self._missing(self.optim)):
+            turn(self.optim, mode, *args, **kwargs)
+
     def _missing(
-        self, optim: Optimizer, rehearsing: bool = False
-    ) -> dict[int, tuple[torch.Tensor, bool]]:
+        self, optim: Optimizer, gradients_come: bool = True
+    ) -> dict[int, torch.nn.Parameter]:
         """The groups of `optim` that are to be filled, as `filled` takes them."""
         missing = {}
         for number in self._to_fill():
             params = self._exposed[number]["params"]
-            if params and not optim.param_groups[number]["params"]:
-                with torch._C.DisableTorchFunctionSubclass():  # parameters in flight stay there
-                    has_gradient = any(param.grad is not None for param in params)
-                missing[number] = (params[0], rehearsing or has_gradient)
+            if not params or optim.param_groups[number]["params"]:
+                continue
+            with torch._C.DisableTorchFunctionSubclass():  # parameters in flight stay there
+                # One that has no part in training may be of any dtype.
+                place = next((i for i, param in enumerate(params) if param.requires_grad), 0)
+                like = params[place]
+                has_gradient = any(param.grad is not None for param in params)
+                has_gradient = has_gradient or (gradients_come and like.requires_grad)
+                index = sum(len(group["params"]) for group in self._exposed[:number]) + place
+                missing[number] = stand_in(like, self._dtype(index, like.dtype), has_gradient)
         return missing
+
+    def let_go(self, tensor: torch.Tensor, address: int) -> None:
+        """Let the state of `tensor` not lie at `address`, in memory that is about to be used again.
+
+        A class that exchanges `p.data` for a tensor of its state leaves it there.
+        """
+
+        def own(value: Any) -> Any:
+            plain = isinstance(value, torch.Tensor) and is_plain(value)
+            return value.clone() if plain and value.data_ptr() == address else value
+
+        state = self.optim.state.get(tensor)
+        if isinstance(state, dict):
+            state.update(tree_map(own, dict(state)))
 
     def push_options(self) -> None:
         """Let what schedulers and users wrote to the exposed groups reach the optimizer."""
@@ -120,8 +157,8 @@ class LocalOptimizer:
         """
 
         def use(twin: Optimizer) -> None:
-            turn(twin, "train")
-            with filled(twin, self._missing(twin, rehearsing=True)):
+            with filled(twin, self._missing(twin)):
+                begins_to_train(twin)
                 twin.step()
 
         return self._twin(params, use)
@@ -210,8 +247,8 @@ class LocalOptimizer:
         with self._unseen([]):
             try:
                 twin = self._make(groups)
-                turn(twin, "train")
-                with filled(twin, self._missing(twin, rehearsing=True)):
+                with filled(twin, self._missing(twin)):
+                    begins_to_train(twin)
                     twin.step()
             except Exception as error:
                 return error

@@ -5,6 +5,9 @@ Schedule-free classes have both, and some of them take no step before they are t
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 from torch.optim import Optimizer
 
 from shardstep.mixture import parts_of
@@ -17,12 +20,33 @@ def has_modes(opt: Optimizer) -> bool:
     return any(map(_has_both, parts_of(opt)))
 
 
-def turn(opt: Optimizer, mode: str) -> None:
+def turn(opt: Optimizer, mode: str, /, *args: Any, **kwargs: Any) -> None:
     """Have the optimizer, or whichever it is made of, go over to a mode; nothing if it has none."""
     for part in parts_of(opt):
         if _has_both(part):
-            getattr(part, mode)()
+            getattr(part, mode)(*args, **kwargs)
+
+
+def begins_to_train(opt: Optimizer) -> bool:
+    """Have the optimizer train, if it has modes; returns whether it has.
+
+    One that fails has none: it may pass the call on to an optimizer inside that cannot follow.
+    """
+    try:
+        turn(opt, "train")
+    except Exception:
+        return False
+    return has_modes(opt)
 
 
 def _has_both(opt: Optimizer) -> bool:
-    return all(callable(getattr(opt, mode, None)) for mode in MODES)
+    return all(_takes_nothing(getattr(opt, mode, None)) for mode in MODES)
+
+
+def _takes_nothing(method: Any) -> bool:
+    """Whether it can be called as it is: what wants to be told more is something else."""
+    try:
+        inspect.signature(method).bind()
+    except (TypeError, ValueError):
+        return False
+    return True

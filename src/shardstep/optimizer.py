@@ -55,10 +55,11 @@ from shardstep.join import (
     take_options,
 )
 from shardstep.layout.choose import Layouts
+from shardstep.layout.same import same_bits
 from shardstep.local import LocalOptimizer, LocalState
 from shardstep.masters import Copies, Masters, Wide
 from shardstep.mixture import CLASS_KEY, Mixture, extras, names_a_class, no_defaults
-from shardstep.modes import MODES, has_modes, turn
+from shardstep.modes import MODES, has_modes
 from shardstep.plan import Interval, ParamSpec, Piece, ShardPlan, share
 from shardstep.precision import MixedPrecision, resolve, warn_of_16_bits, widened
 from shardstep.reduce import ShardedGradients, refuse_watched
@@ -214,7 +215,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         def make_local() -> None:
             self._local = LocalOptimizer(
-                self.param_groups, self._shard, local, self._layouts.filled
+                self.param_groups, self._shard, local, self._layouts.filled, self._dtype_here
             )
             self.optim = self._local.optim
 
@@ -327,8 +328,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         dtypes = {
             index: dtype
             for index, spec in enumerate(plan.specs)
-            if index in self._widened
-            and (dtype := self._precision.step_dtype(spec.dtype)) != spec.dtype
+            if (dtype := self._dtype_here(index, spec.dtype)) != spec.dtype
         }
 
         def widen(pieces: Sequence[Piece], params: Sequence[torch.Tensor]) -> Wide:
@@ -338,6 +338,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return Masters(narrow, params, dtypes)
 
         return Shard(plan, parameters(self.param_groups), self.rank, self._apart, widen)
+
+    def _dtype_here(self, index: int, dtype: torch.dtype) -> torch.dtype:
+        """In which dtype the parameter with this number, which is of `dtype`, is stepped on."""
+        return self._precision.step_dtype(dtype) if index in self._widened else dtype
 
     def _adopt(self, plan: ShardPlan, shard: Shard) -> None:
         """Make `plan` the one in force."""
@@ -658,7 +662,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _settle(self) -> None:
         """Let this rank's pieces of the parameters be what the local optimizer made of them."""
-        if self._shard.settle():
+        if self._shard.settle(self._local.let_go):
             self._settle_in()
 
     def _sync_params(self) -> None:
@@ -681,7 +685,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         For what a class does to parameters outside of `step()`. Where the class has `train()` and
         `eval()`, as schedule-free ones do, this optimizer has them too, by way of this. Called on
         every rank, with the same `act`, which must not look beyond what the layout keeps together:
-        the element or the tensor. Parameters that do not train are gathered if they have state.
+        the element or the tensor, and sees no gradients. Parameters that do not train are gathered
+        if it changes them.
 
         Args:
             act: called with the local optimizer, whose parameters are this rank's pieces.
@@ -703,16 +708,29 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "ranks that have run out of data would not take part; call it before or after"
             )
         self._prepare_step()
-        own = [index for index in self._local.states() if not self._trainable[index]]
-        frozen = sorted(set().union(*together(self._comm, "apply()", lambda: own)))
+        # No gather is for these, and a frozen model is not to be sent for nothing.
+        frozen = [
+            (piece.param, tensor, tensor.detach().clone())
+            for piece, tensor in self._shard
+            if self.world_size > 1 and not self._trainable[piece.param]
+        ]
 
         def act_here() -> None:
+            # Those of entire parameters may be there, and those of slices not.
+            gradients = [(tensor, tensor.grad) for _, tensor in self._shard]
+            for tensor, _ in gradients:
+                tensor.grad = None
             try:
                 act(self.optim)
             finally:
+                for tensor, grad in gradients:
+                    tensor.grad = grad
                 self._settle()
                 self._shard.end()
                 self._local.publish_options()
+
+        def changed() -> list[int]:
+            return [index for index, now, before in frozen if not same_bits(now, before)]
 
         try:
             together(self._comm, "apply()", act_here)
@@ -723,7 +741,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 ]
             torch.autograd.graph.increment_version(trained)
             self._gather.launch()
-            for index in frozen:
+            for index in sorted(set().union(*together(self._comm, "apply()", changed))):
                 self._spread(index)
 
     @torch.no_grad()
@@ -742,7 +760,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         def __getattr__(self, name: str) -> Any:
             """`train` and `eval`, if any class here has them."""
             if name in MODES and "optim" in self.__dict__ and has_modes(self.optim):
-                return lambda: self.apply(lambda local: turn(local, name))
+                return lambda *args, **kwargs: self.apply(
+                    lambda _: self._local.turn(name, *args, **kwargs)
+                )
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def __getstate__(self) -> NoReturn:

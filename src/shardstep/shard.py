@@ -15,6 +15,10 @@ Widen = Callable[[Sequence[Piece], Sequence[torch.Tensor]], Wide]
 """Makes the tensors of a wider dtype, for those of a rank's pieces that are to have one."""
 
 
+LetGo = Callable[[torch.Tensor, int], None]
+"""Given a tensor and the address of its memory, sees to it that nobody else uses that."""
+
+
 class Shard:
     """What one rank owns under a plan.
 
@@ -92,16 +96,18 @@ class Shard:
         if self._wide.begin():
             self._place(self._widened)
 
-    def settle(self, among: Container[int] | None = None) -> bool:
+    def settle(self, let_go: LetGo, among: Container[int] | None = None) -> bool:
         """Let the parameters hold what an optimizer has made of the tensors of their pieces.
 
         Args:
+            let_go: called for each tensor that was given other memory, before its own is used
+                again.
             among: the numbers of the parameters that were stepped on; None for all.
 
         Returns:
             Whether any parameter of this shard has moved.
         """
-        moved = self._take_back()
+        moved = self._take_back(let_go)
         self._wide.settle(among)
         return moved
 
@@ -126,7 +132,7 @@ class Shard:
         """Copy these into the masters of the pieces that have one; None: make them anew."""
         self._wide.take(masters)
 
-    def _take_back(self) -> bool:
+    def _take_back(self, let_go: LetGo) -> bool:
         """Take back what an optimizer wrote beside its tensors instead of into them.
 
         Some optimizers assign `p.data` a new tensor. Where `p` is a view of a parameter, the values
@@ -140,6 +146,9 @@ class Shard:
         if now == self._addresses:
             return False
         before = dict(zip(self._tensors, self._addresses, strict=True))
+        for index, tensor in self._tensors.items():
+            if tensor.data_ptr() != before[index]:
+                let_go(tensor, before[index])
         for piece, tensor in self.views:
             if tensor.data_ptr() != before[piece.param]:
                 self._view(piece).copy_(tensor.detach())

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from shardstep.layout.same import same_bits
 from shardstep.layout.trial import Trial, options_of_its_own, trials
 from shardstep.layout.unseen import unseen
-from shardstep.modes import turn
+from shardstep.modes import begins_to_train
 
 SHAPE = (12, 10)
 
@@ -66,7 +66,7 @@ def _train(
     ]
     own = options_of_its_own(trial.group_options, trial.device)
     opt = trial.make([{**own, "params": params}])
-    turn(opt, "train")
+    begins_to_train(opt)
     for step, scale in enumerate(SCALES):
         for number, param in zip(which, params, strict=True):
             param.grad = (scale * _draw(number, step)).to(param)

@@ -138,7 +138,7 @@ class Layouts:
 
     def forget(self, num_groups: int) -> None:
         """Only the first `num_groups` groups are left."""
-        del self._asked[num_groups:]
+        del self._asked[num_groups:], self.choices[num_groups:]
         self._costs.clear()
 
     def lines(self) -> list[str]:
@@ -265,6 +265,7 @@ def choose(
     ]
     strictness = ("untried", "coupled", "per tensor", "element-wise")
     verdict = min(verdicts, key=lambda v: (strictness.index(v.kind), not v.random))
+    verdict = replace(verdict, filled=any(each.filled for each in verdicts))
     _refuse(asked, name, verdict)
     _refuse_mixed_dtypes(optimizer_class, defaults, group_options, dtypes, devices, verdict)
     needed = verdict.layout or "whole"

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardstep.describe import class_within
 from shardstep.layout.unseen import unseen
-from shardstep.modes import turn
+from shardstep.modes import begins_to_train
 
 STEPS = 2
 """The first step may be a different one."""
@@ -66,7 +66,7 @@ def count(
         try:
             param = torch.nn.Parameter(torch.empty(shape, device=_META))
             opt = optimizer_class([{**group_options, "params": [param]}], **defaults)
-            turn(opt, "train")
+            begins_to_train(opt)
             for _ in range(STEPS):
                 param.grad = torch.empty(shape, device=_META)
                 opt.step()

@@ -42,8 +42,8 @@ from shardstep.layout.trial import (
     SMALL,
     SMALL_OTHERS,
     TWINS,
+    EvaluatesBetween,
     NotTried,
-    SeveralEvaluations,
     Shapes,
     Trial,
     trials,
@@ -184,12 +184,8 @@ def _judge_as_it_is(trial: Trial) -> Verdict:
                 if verdict.kind != "coupled":
                     break
             return replace(verdict, random=True)
-    except SeveralEvaluations:
-        why = (
-            "a step evaluates its closure more than once, and between two evaluations a rank has "
-            "moved its own parameters only"
-        )
-        return Verdict("coupled", why)
+    except EvaluatesBetween as found:
+        return Verdict("coupled", str(found))
 
 
 def _compare(trial: Trial, watch: bool = True) -> Verdict:

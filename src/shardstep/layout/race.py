@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ MANY_CALLS = 300
 """Beyond so many calls in that one, for two small matrices, the steps of a class take long."""
 
 
-PARAMETER = "a parameter"
+PARAMETER = "a parameter differed after step"
 """What is said to have differed where an update has: no empty group is to blame for that."""
 
 
@@ -192,7 +192,7 @@ class _Shared:
             run.advance()
             for param, (number, interval) in zip(run.params, parts, strict=True):
                 if not same_bits(param, part(expected[number], interval)):
-                    self.difference = f"{PARAMETER} differed after step {self.steps}"
+                    self.difference = f"{PARAMETER} {self.steps}"
                     return
 
     def compare_rest(self, cut_too: bool) -> None:
@@ -230,13 +230,9 @@ class _Shared:
 
 
 def _first_unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The first key under which there is not the same in both."""
-    return next(
-        k for k in {**one, **other} if not same(one.get(k, _NOTHING), other.get(k, _NOTHING))
-    )
-
-
-_NOTHING = type("Nothing", (), {})
+    """The first key that the other does not have in that place, or has something else under."""
+    places = zip_longest(one.items(), other.items())
+    return next(str((here or there)[0]) for here, there in places if not same(here, there))
 
 
 class _Counter(TorchFunctionMode):

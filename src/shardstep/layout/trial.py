@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shardstep.describe import check_optimizer
-from shardstep.fill import filled
+from shardstep.fill import filled, stand_in
+from shardstep.layout.same import same_bits
 from shardstep.mixture import extras
-from shardstep.modes import has_modes, turn
+from shardstep.modes import begins_to_train, turn
 from shardstep.plan import ALIGNMENT, Interval
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -142,8 +143,8 @@ class NotTried(Exception):
         self.made = made
 
 
-class SeveralEvaluations(Exception):
-    """The class evaluates a closure more than once in a step."""
+class EvaluatesBetween(Exception):
+    """The class evaluates a closure when a rank may have moved its own parameters only."""
 
 
 def trials(
@@ -283,7 +284,8 @@ class Run:
         draws = _Draws(0, trial.device) if seeded else None
         try:
             self.opt = trial.make(groups)
-            turn(self.opt, "train")
+            with filled(self.opt, self._missing(0)):
+                self._has_modes = begins_to_train(self.opt)
         except Exception as error:
             raise NotTried(error, made=False) from error
         self._drew_when_made = draws is not None and draws.happened()
@@ -299,26 +301,31 @@ class Run:
             Whether random numbers were drawn, from a source that all optimizers share.
 
         Raises:
-            SeveralEvaluations: if it evaluates its closure more than once.
+            EvaluatesBetween: if it evaluates its closure more than once, or moves parameters first.
         """
         number, self._taken = self._taken, self._taken + 1
         evaluations = 0
+        moved = False
+        now = {"always": True, "never": False, "now and then": number % 3 == 2}
+        with_closure = now[self._trial.closures]
+        before: list[torch.Tensor] = []
 
         def closure() -> torch.Tensor:
-            nonlocal evaluations
+            nonlocal evaluations, moved
             evaluations += 1
+            moved = moved or not all(map(same_bits, before, self.params))
             self._give_gradients(number)
             return torch.full((), 1.0 / (1 + number), device=self._trial.device)
 
         self._give_gradients(number)
         draws = _Draws(number, self._trial.device) if self._seeded else None
-        now = {"always": True, "never": False, "now and then": number % 3 == 2}
         try:
-            if number == TURN and has_modes(self.opt):
-                turn(self.opt, "eval")
-                turn(self.opt, "train")
             with filled(self.opt, self._missing(number)):
-                if now[self._trial.closures]:
+                if number == TURN and self._has_modes:
+                    turn(self.opt, "eval")
+                    turn(self.opt, "train")
+                if with_closure:
+                    before += [param.detach().clone() for param in self.params]
                     self.opt.step(closure)  # type: ignore[arg-type]
                 else:
                     self.opt.step()
@@ -326,10 +333,18 @@ class Run:
             if evaluations <= 1:
                 raise NotTried(error, made=True) from error
         if evaluations > 1:
-            raise SeveralEvaluations
+            raise EvaluatesBetween(
+                "a step evaluates its closure more than once, and between two evaluations a rank "
+                "has moved its own parameters only"
+            )
+        if moved:
+            raise EvaluatesBetween(
+                "a step moves parameters before it evaluates its closure, and a rank has moved its "
+                "own only by then"
+            )
         return self._drew_when_made or (draws is not None and draws.happened())
 
-    def _missing(self, step: int) -> dict[int, tuple[torch.Tensor, bool]]:
+    def _missing(self, step: int) -> dict[int, torch.nn.Parameter]:
         """The groups that are to be filled, as `filled` takes them."""
         trial, missing = self._trial, {}
         for number, group in enumerate(self.opt.param_groups if trial.filled else ()):
@@ -337,8 +352,9 @@ class Run:
                 every = range(len(trial.shapes))
                 tensors = [n for n in every if trial.group(n) == number] or every
                 grads = [gradient(trial.shapes, trial.dtype, n, step) for n in tensors]
-                like = start(trial, tensors[0]).to(trial.device)
-                missing[number] = (like, any(grad is not None for grad in grads))
+                like = torch.nn.Parameter(start(trial, tensors[0]).to(trial.device))
+                has_gradient = any(grad is not None for grad in grads)
+                missing[number] = stand_in(like, trial.dtype, has_gradient)
         return missing
 
     def _give_gradients(self, step: int) -> None:
