@@ -94,12 +94,15 @@ def train(opt: Any, params: list[torch.nn.Parameter], steps: range) -> None:
     """Take these steps; what has modes is turned to judge and back in between."""
     turn(opt, "train")
     for step in steps:
-        source = torch.Generator().manual_seed(1000 + step)
-        for param in params:
-            param.grad = torch.randn(param.shape, generator=source)
 
-        def closure() -> torch.Tensor:
+        def closure(step: int = step) -> torch.Tensor:
+            """The gradients depend on where the parameters are when it is called."""
+            source = torch.Generator().manual_seed(1000 + step)
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=source) + 0.1 * param.detach()
             return torch.ones(())
+
+        closure()
 
         try:
             opt.step()
