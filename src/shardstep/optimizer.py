@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardstep.agree import agree, together
+from shardstep.apply import apply_to_shares
 from shardstep.attach import (
     ModuleTie,
     broadcast,
@@ -25,7 +26,7 @@ from shardstep.attach import (
     names_in,
     share_start,
 )
-from shardstep.buffers import BucketViews, Home, OwnStorage, flat
+from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.dcp.stateful import (
     asked_by_dcp,
     is_sharded,
@@ -43,7 +44,7 @@ from shardstep.describe import (
     is_trainable,
     parameters,
 )
-from shardstep.dtensor import describe_part, local_part, refuse_dtensors
+from shardstep.dtensor import describe_part, refuse_dtensors
 from shardstep.gather import Gather, GatherAhead, GatherNow
 from shardstep.gradients import FullGradients, Gradients
 from shardstep.hidden import kept_beside, view_kept
@@ -55,7 +56,6 @@ from shardstep.join import (
     take_options,
 )
 from shardstep.layout.choose import Layouts
-from shardstep.layout.same import same_bits
 from shardstep.local import LocalOptimizer, LocalState
 from shardstep.masters import Copies, Masters, Wide
 from shardstep.mixture import CLASS_KEY, Mixture, extras, names_a_class, no_defaults
@@ -702,58 +702,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             >>> weight.sum().item()
             0.0
         """
-        if self._join_config.enable:
-            raise RuntimeError(
-                f"rank {self.rank}: apply(), train() and eval() cannot be called within Join: "
-                "ranks that have run out of data would not take part; call it before or after"
-            )
-        self._prepare_step()
-        # No gather is for these, and a frozen model is not to be sent for nothing.
-        frozen = [
-            (piece.param, tensor, tensor.detach().clone())
-            for piece, tensor in self._shard
-            if self.world_size > 1 and not self._trainable[piece.param]
-        ]
-
-        def act_here() -> None:
-            # Those of entire parameters may be there, and those of slices not.
-            gradients = [(tensor, tensor.grad) for _, tensor in self._shard]
-            for tensor, _ in gradients:
-                tensor.grad = None
-            try:
-                act(self.optim)
-            finally:
-                for tensor, grad in gradients:
-                    tensor.grad = grad
-                self._settle()
-                self._shard.end()
-                self._local.publish_options()
-
-        def changed() -> list[int]:
-            return [index for index, now, before in frozen if not same_bits(now, before)]
-
-        try:
-            together(self._comm, "apply()", act_here)
-        finally:
-            with torch._C.DisableTorchFunctionSubclass():
-                trained = [
-                    p for p, trains in zip(self._params, self._trainable, strict=True) if trains
-                ]
-            torch.autograd.graph.increment_version(trained)
-            self._gather.launch()
-            for index in sorted(set().union(*together(self._comm, "apply()", changed))):
-                self._spread(index)
-
-    @torch.no_grad()
-    def _spread(self, index: int) -> None:
-        """Give every rank what the owners hold of a parameter that no gather is for."""
-        param = local_part(self._params[index])
-        own = {
-            piece.param: param if piece.entire else flat(param)[piece.param_interval.slice]
-            for piece in self._shard.pieces
-            if piece.param == index
-        }
-        param.copy_(self._whole(index, own))
+        apply_to_shares(self, act)
 
     if not TYPE_CHECKING:  # or the checker would take any name for one that is there
 
