@@ -200,6 +200,19 @@ def apply_anything() -> None:
     opt.step()
 
 
+def versions_after_apply() -> list[bool]:
+    """At two ranks, each of which owns some of the parameters and is sent the others."""
+    net = Net()
+    opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, layout="whole", lr=0.1)
+    before = [param._version for param in net.parameters()]
+    opt.apply(halve)
+    return [p._version > old for p, old in zip(net.parameters(), before, strict=True)]
+
+
+def test_autograd_sees_that_parameters_were_written_to_on_every_rank() -> None:
+    assert run_ranks(versions_after_apply, 2) == [[True] * 6] * 2
+
+
 def test_anything_may_be_applied_in_between() -> None:
     run_ranks(apply_anything, 2)
 

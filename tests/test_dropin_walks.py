@@ -21,7 +21,7 @@ from torch.optim import lr_scheduler
 from problems import ELEMENT_WISE, Case
 from ranks import run_ranks
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
-from walks import Act, Walk, Whole, common_folder, from_rank, is_plain, plain, walked
+from walks import Act, SavingWalk, Whole, common_folder, from_rank, is_plain, plain, walked
 
 ACTS = 40
 
@@ -56,7 +56,7 @@ class Bare(nn.Module):
         self.register_parameter("tied", params[0])
 
 
-class DropIn(Walk):
+class DropIn(SavingWalk):
     """A walk over bare parameters."""
 
     def __init__(self, seed: int, low: bool = False) -> None:
@@ -366,24 +366,8 @@ class DropIn(Walk):
         model = Bare(self._mine) if self.often(0.5) else None
         self.say("with the model" if model else "")
         with common_folder() as folder:
-            if self.often(0.5):
-                self._whole.follow()
-                checkpoint.save(folder / "saved", self._divided, model)
-            else:
-                self.say("in the background")
-                handle = checkpoint.async_save(folder / "saved", self._divided, model)
-                before = self._whole.snapshot()
-                self.gradients()
-                self.step()
-                handle.wait()
-                # What was saved is what was there before: both go back to it.
-                self._whole.restore(before)
-                if model is None:
-                    for theirs, mine in self._pairs():
-                        mine.data.copy_(theirs.data)
-            if self.often(0.7):
-                self._divided.detach()
-                self._divided = self._make()
+            self.save_to(folder / "saved", model, lambda: (self.gradients(), self.step()))
+            self.renew()
             checkpoint.load(folder / "saved", self._divided, model)
         self._schedule()
 

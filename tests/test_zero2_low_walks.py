@@ -20,7 +20,7 @@ from models import MLP, noise, rank, world_size
 from problems import Case
 from ranks import run_ranks
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
-from walks import Act, Walk, Whole, common_folder, from_rank, plain, walked
+from walks import Act, SavingWalk, Whole, common_folder, from_rank, plain, walked
 
 ACTS = 40
 CASES = [
@@ -89,7 +89,7 @@ class ByHand(Whole):
             group["params"] = [after if param is before else param for param in group["params"]]
 
 
-class Low(Walk):
+class Low(SavingWalk):
     """A walk over a module in 16 bits."""
 
     def __init__(self, seed: int) -> None:
@@ -316,9 +316,7 @@ class Low(Walk):
         self._whole.follow()
         self._divided.consolidate_state_dict(0)
         saved = from_rank(0, self._divided.state_dict() if rank() == 0 else None)
-        if self.often(0.7):
-            self._divided.detach()
-            self._divided = self._make()
+        self.renew()
         self._divided.load_state_dict(saved)
 
     def save(self) -> None:
@@ -326,25 +324,9 @@ class Low(Walk):
         model = self._mine if self.often(0.5) else None
         self.say("with the model" if model else "")
         with common_folder() as folder:
-            if self.often(0.5):
-                self._whole.follow()
-                checkpoint.save(folder / "saved", self._divided, model)
-            else:
-                self.say("in the background")
-                handle = checkpoint.async_save(folder / "saved", self._divided, model)
-                before = self._whole.snapshot()
-                self.backward()
-                self.step()
-                handle.wait()
-                # What was saved is what was there before: both go back to it.
-                self._whole.restore(before)
-                if model is None:
-                    for theirs, mine in self._pairs():
-                        mine.data.copy_(theirs.data)
-                self._clear_all()
-            if self.often(0.7):
-                self._divided.detach()
-                self._divided = self._make()
+            self.save_to(folder / "saved", model, lambda: (self.backward(), self.step()))
+            self._clear_all()
+            self.renew()
             checkpoint.load(folder / "saved", self._divided, model)
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from models import rank, world_size
 from problems import Case, difference
-from shardstep import MixedPrecision
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 from shardstep.buffers import flat
 from shardstep.mixture import Mixture, names_a_class
 from shardstep.rounding import StochasticRounding
@@ -245,6 +245,46 @@ class Whole:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.detach().zero_()
+
+
+class SavingWalk(Walk):
+    """A walk that saves the divided optimizer on its way, and goes on with what it loads.
+
+    Those that are such a walk have the optimizers `_divided` and `_whole`.
+    """
+
+    _divided: ZeroRedundancyOptimizer
+    _whole: Whole
+
+    def _make(self) -> ZeroRedundancyOptimizer:
+        """Another divided optimizer."""
+        raise NotImplementedError
+
+    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """The parameters of the whole one, each with that of the divided one."""
+        raise NotImplementedError
+
+    def renew(self) -> None:
+        """Often, go on with another divided optimizer."""
+        if self.often(0.7):
+            self._divided.detach()
+            self._divided = self._make()
+
+    def save_to(self, path: Path, model: nn.Module | None, train: Act) -> None:
+        """Save, at once or while `train` goes on; both are where it was saved afterwards."""
+        if self.often(0.5):
+            self._whole.follow()
+            checkpoint.save(path, self._divided, model)
+            return
+        self.say("in the background")
+        handle = checkpoint.async_save(path, self._divided, model)
+        before = self._whole.snapshot()
+        train()
+        handle.wait()
+        self._whole.restore(before)
+        if model is None:
+            for theirs, mine in self._pairs():
+                mine.data.copy_(theirs.data)
 
 
 @contextlib.contextmanager
