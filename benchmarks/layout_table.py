@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from shardstep.layout.cost import newton_schulz
+from shardstep.layouts.cost import newton_schulz
 from shardstep.plan import ParamSpec, ShardPlan, share
 
 OUTSIDE = ("wte", "wpe", "embed_tokens", "lm_head")

@@ -24,12 +24,12 @@ import torch
 
 from shardstep import MixedPrecision
 from shardstep.demo.gpt import GPT, GPT_17M
-from shardstep.describe import describe, parameters
-from shardstep.layout.choose import Layouts
-from shardstep.masters import Masters
-from shardstep.mixture import Mixture
+from shardstep.layouts.choose import Layouts
+from shardstep.local.multi_class import MultiClass
+from shardstep.params.inputs import describe, parameters
+from shardstep.params.masters import Masters
+from shardstep.params.shard import Shard
 from shardstep.plan import ShardPlan
-from shardstep.shard import Shard
 
 MUON = {"lr": 0.02}
 ADAMW = {"lr": 3e-4}
@@ -48,7 +48,7 @@ def _groups(model: GPT) -> list[dict[str, Any]]:
     ]
 
 
-def _of_rank(rank: int, ranks: int) -> Mixture:
+def _of_rank(rank: int, ranks: int) -> MultiClass:
     """The local optimizer of one rank, with gradients for its pieces."""
     torch.manual_seed(0)
     groups = _groups(GPT(GPT_17M))
@@ -61,7 +61,7 @@ def _of_rank(rank: int, ranks: int) -> Mixture:
         numbers = range(start, start + len(group["params"]))
         group["params"] = [tensor for _, tensor in shard.in_group(numbers)]
         start = numbers.stop
-    mixture = Mixture(groups, torch.optim.AdamW, **ADAMW)
+    mixture = MultiClass(groups, torch.optim.AdamW, **ADAMW)
     for param in parameters(mixture.param_groups):
         param.grad = torch.randn_like(param)
     return mixture

@@ -42,7 +42,7 @@ class _Instant(SoloComm):
     ) -> Pending:
         return super().reduce_scatter(buffer[: out.numel()], cuts, out)
 
-    def again(self, backend: str | None = None) -> SoloComm:
+    def new_connection(self, backend: str | None = None) -> SoloComm:
         return _Instant()
 
 

@@ -33,9 +33,9 @@ from typing import Any
 import torch
 
 from optimizer_table import OPTIONS, WITHOUT, classes
-from shardstep.layout.probe import Verdict, probe
-from shardstep.layout.trial import MATRICES, Run, sizes_among
-from shardstep.layout.unseen import unseen
+from shardstep.layouts.probe import Verdict, probe
+from shardstep.layouts.trial import MATRICES, Run, sizes_among
+from shardstep.local.sandbox import sandbox
 
 LIMIT_MS = 100
 LARGEST = 10**8
@@ -124,7 +124,7 @@ def _step_ms(case: Case) -> float | None:
     """The median of ten steps of the class itself on one small matrix; None if it takes none."""
     param = torch.nn.Parameter(torch.ones(MATRICES[0]))
     times = []
-    with unseen(case.optimizer_class, torch.device("cpu")):
+    with sandbox(case.optimizer_class, torch.device("cpu")):
         try:
             groups = [{"params": [param], **case.group_options}]
             opt = case.optimizer_class(groups, **copy.deepcopy(case.options))

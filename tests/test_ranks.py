@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from ranks import GRACE, RankFailure, raises_on_every_rank, run_ranks
 
 #: Seconds for ranks that are meant to hang: enough for them to start on a machine that is busy.

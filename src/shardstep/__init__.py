@@ -1,7 +1,11 @@
 """ZeRO for any PyTorch optimizer: DDP's numbers and speed with 1/N of its optimizer state."""
 
 from shardstep import checkpoint
-from shardstep.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved, register
+from shardstep.modes.inside_ddp import (
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    register,
+)
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.precision import MixedPrecision
 

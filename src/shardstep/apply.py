@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import Optimizer
 
-from shardstep.agree import together
-from shardstep.buffers import flat
-from shardstep.dtensor import local_part
-from shardstep.layout.same import same_bits
+from shardstep.comm.consensus import run_on_all_ranks
+from shardstep.params.dtensor import local_part
+from shardstep.params.same_bits import same_bits
+from shardstep.params.storage import flat
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -50,7 +50,7 @@ def apply_to_shares(zero: ZeroRedundancyOptimizer, act: Callable[[Optimizer], ob
         return [index for index, now, before in frozen if not same_bits(now, before)]
 
     try:
-        together(zero._comm, "apply()", act_here)
+        run_on_all_ranks(zero._comm, "apply()", act_here)
     finally:
         with torch._C.DisableTorchFunctionSubclass():
             trained = [
@@ -58,7 +58,7 @@ def apply_to_shares(zero: ZeroRedundancyOptimizer, act: Callable[[Optimizer], ob
             ]
         torch.autograd.graph.increment_version(trained)
         zero._gather.launch()
-        for index in sorted(set().union(*together(zero._comm, "apply()", changed))):
+        for index in sorted(set().union(*run_on_all_ranks(zero._comm, "apply()", changed))):
             _spread(zero, index)
 
 

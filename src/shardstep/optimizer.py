@@ -16,17 +16,7 @@ from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-d
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from shardstep.agree import agree, together
 from shardstep.apply import apply_to_shares
-from shardstep.attach import (
-    ModuleTie,
-    broadcast,
-    check_membership,
-    describe_buffers,
-    names_in,
-    share_start,
-)
-from shardstep.buffers import BucketViews, Home, OwnStorage
 from shardstep.checkpoint.dcp.stateful import (
     asked_by_dcp,
     is_sharded,
@@ -36,41 +26,51 @@ from shardstep.checkpoint.dcp.stateful import (
 )
 from shardstep.checkpoint.names import tensors_of
 from shardstep.comm import Comm, connect, refuse_stray_rank
-from shardstep.describe import (
-    Given,
-    check_class,
-    describe,
-    describe_options,
-    is_trainable,
-    parameters,
-)
-from shardstep.dtensor import describe_part, refuse_dtensors
-from shardstep.gather import Gather, GatherAhead, GatherNow
-from shardstep.gradients import FullGradients, Gradients
-from shardstep.hidden import kept_beside, view_kept
-from shardstep.join import (
+from shardstep.comm.consensus import check_same_on_all_ranks, run_on_all_ranks
+from shardstep.gather.overlapped import ImmediateGather, OverlappedGather, ParamGather
+from shardstep.gradients.full import FullGradients, GradientSource
+from shardstep.gradients.reducer import GradReducer, refuse_watched
+from shardstep.layouts.choose import Layouts
+from shardstep.local.local_optimizer import LocalOptimizer, LocalState
+from shardstep.local.multi_class import CLASS_KEY, MultiClass, extras, names_a_class, no_defaults
+from shardstep.local.train_eval import MODES, has_train_eval
+from shardstep.local.unmovable_state import find_kept_view, find_unmovable_state
+from shardstep.modes.join import (
     _ZeROJoinHook,
     announced,
     options_of,
     provide_gradients,
     take_options,
 )
-from shardstep.layout.choose import Layouts
-from shardstep.local import LocalOptimizer, LocalState
-from shardstep.masters import Copies, Masters, Wide
-from shardstep.mixture import CLASS_KEY, Mixture, extras, names_a_class, no_defaults
-from shardstep.modes import MODES, has_modes
+from shardstep.modes.module import (
+    ModuleTie,
+    broadcast,
+    broadcast_start,
+    check_membership,
+    describe_buffers,
+    names_in,
+)
+from shardstep.params.dtensor import describe_part, refuse_dtensors
+from shardstep.params.inputs import (
+    ParamsArgument,
+    check_class,
+    describe,
+    describe_options,
+    is_trainable,
+    parameters,
+)
+from shardstep.params.masters import Masters, StepCopies, StepTensors
+from shardstep.params.shard import Shard
+from shardstep.params.stochastic_rounding import StochasticRounding
+from shardstep.params.storage import BucketViews, OwnStorage, ParamStorage
 from shardstep.plan import Interval, ParamSpec, Piece, ShardPlan, share
 from shardstep.precision import MixedPrecision, resolve, warn_of_16_bits, widened
-from shardstep.reduce import ShardedGradients, refuse_watched
-from shardstep.report.optimizer import Report, make_report
-from shardstep.rounding import StochasticRounding
-from shardstep.shard import Shard
+from shardstep.report import Report, make_report
 from shardstep.state.exchange import move_state
-from shardstep.state.follow import follow_plan
-from shardstep.state.gaps import warn_of_gaps
-from shardstep.state.outside import numbered
-from shardstep.state.plain import (
+from shardstep.state.missing_state import warn_of_missing_state
+from shardstep.state.named_dict import numbered
+from shardstep.state.replan import follow_plan
+from shardstep.state.torch_dict import (
     OURS,
     described_in,
     install,
@@ -167,7 +167,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         self.initialized = False
         refuse_stray_rank()
-        given = Given(params)
+        given = ParamsArgument(params)
         self._comm: Comm = connect(process_group, given.tensors)
         self.process_group = self._comm.group
         self.world_size = self._comm.world_size
@@ -183,7 +183,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # What gathers run ahead of, and who reduces gradients to their owners: with `module`, or
         # once a DDP module is tied to this.
         self._ahead_of = module if overlap else None
-        self._reducer: type[ShardedGradients] | None = ShardedGradients if module else None
+        self._reducer: type[GradReducer] | None = GradReducer if module else None
         # Whether a step was ever taken inside of backward, and, on a rank without data, whether the
         # ranks that have some are taking one.
         self._stepped_in_backward = False
@@ -210,7 +210,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         def local(groups: list[dict[str, Any]]) -> Optimizer:
             if names_a_class(groups):
-                return Mixture(groups, optimizer_class, **defaults)
+                return MultiClass(groups, optimizer_class, **defaults)
             return optimizer_class(groups, **defaults)
 
         def make_local() -> None:
@@ -236,7 +236,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             make_local()
             if not self._shard.pieces:
                 self._local.try_idle()
-            where = view_kept(self.optim) if self.parameters_as_bucket_view else None
+            where = find_kept_view(self.optim) if self.parameters_as_bucket_view else None
             if where is not None:
                 raise ValueError(
                     f"{type(self.optim).__name__} keeps {where}, and parameters are about to move "
@@ -259,17 +259,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             del self._local, self.optim  # not the state of both at once
             make_local()
 
-        plan = agree(self._comm, "constructing ZeroRedundancyOptimizer", make)
+        plan = check_same_on_all_ranks(self._comm, "constructing ZeroRedundancyOptimizer", make)
         Joinable.__init__(self)
         self._gather_comm = self._comm
         if module is not None:
             # Gathers of one step and reductions of the next overlap: neither may queue behind the
             # other. And neither may meet what another optimizer sends in the same group: a
             # backward pass through two modules reduces in an order that may differ between ranks.
-            self._gather_comm = self._comm.again()
-            self._comm = self._comm.again()
-            share_start(self._comm, module)
-            together(self._comm, "constructing ZeroRedundancyOptimizer", begin_again)
+            self._gather_comm = self._comm.new_connection()
+            self._comm = self._comm.new_connection()
+            broadcast_start(self._comm, module)
+            run_on_all_ranks(self._comm, "constructing ZeroRedundancyOptimizer", begin_again)
             # Last: a module that was tied to nothing in the end would not run any more.
             self._tie = ModuleTie(
                 module,
@@ -331,10 +331,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if (dtype := self._dtype_here(index, spec.dtype)) != spec.dtype
         }
 
-        def widen(pieces: Sequence[Piece], params: Sequence[torch.Tensor]) -> Wide:
+        def widen(pieces: Sequence[Piece], params: Sequence[torch.Tensor]) -> StepTensors:
             narrow = [piece for piece in pieces if piece.param in dtypes]
             if self._precision.stochastic_rounding:
-                return Copies(narrow, params, dtypes, self._rounding)
+                return StepCopies(narrow, params, dtypes, self._rounding)
             return Masters(narrow, params, dtypes)
 
         return Shard(plan, parameters(self.param_groups), self.rank, self._apart, widen)
@@ -353,7 +353,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self._warned and self._module is None:
             self._warned = warn_of_16_bits(plan.specs, type(self.optim).__name__)
         home = BucketViews if self.parameters_as_bucket_view else OwnStorage
-        self._home: Home = home(plan, self._params, self.rank)
+        self._storage: ParamStorage = home(plan, self._params, self.rank)
         self._settle_in()
         self._gather = self._make_gather()
         self._gradients = self._make_gradients()
@@ -368,12 +368,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 plan.layout,
             )
 
-    def _make_gather(self) -> Gather:
+    def _make_gather(self) -> ParamGather:
         if self._ahead_of is None:
-            return GatherNow(self._gather_comm, self._plan, self._home)
-        return GatherAhead(self._gather_comm, self._plan, self._home, self._params, self._ahead_of)
+            return ImmediateGather(self._gather_comm, self._plan, self._storage)
+        return OverlappedGather(
+            self._gather_comm, self._plan, self._storage, self._params, self._ahead_of
+        )
 
-    def _make_gradients(self) -> Gradients:
+    def _make_gradients(self) -> GradientSource:
         if self._reducer is None:
             return FullGradients(self._plan, self._params, self._shard, self._precision)
         return self._reducer(
@@ -388,7 +390,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _settle_in(self) -> None:
         """Take the parameters in where they are now."""
-        self._home.attach()
+        self._storage.attach()
         self._shard.repoint()
 
     def _follow(self, stepping: bool = False) -> None:
@@ -430,7 +432,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._module is None or self._join_config.enable or self._shadowing:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            waits = self._gradients.held() or self._home.intact()
+            waits = self._gradients.held() or self._storage.intact()
         if not waits:
             self._gather.land()
             self._follow()
@@ -440,7 +442,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Parameters in flight are asked without waking them.
         with torch._C.DisableTorchFunctionSubclass():
             same_trainable = self._trainable == list(map(is_trainable, self._params))
-            return same_trainable and self._home.intact()
+            return same_trainable and self._storage.intact()
 
     def _replan(self, what: str, make: Callable[[], tuple[ShardPlan, list[str]]]) -> None:
         """Adopt another plan and move the state to its new owners. Called on every rank.
@@ -461,7 +463,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._local.try_idle()
             return plan, lines
 
-        plan = agree(self._comm, what, keep_and_make)
+        plan = check_same_on_all_ranks(self._comm, what, keep_and_make)
         before = self._plan
         params = parameters(self.param_groups)
         if self._module is not None:
@@ -489,7 +491,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _refuse_to_lose_state(self, what: str) -> None:
         moves = self.world_size > 1 or self.parameters_as_bucket_view
-        where = kept_beside(self.optim) if moves else None
+        where = find_unmovable_state(self.optim) if moves else None
         if where is not None:
             raise RuntimeError(
                 f"rank {self.rank}: {what} would lose what {type(self.optim).__name__} keeps of "
@@ -526,7 +528,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for index, (old, new) in enumerate(zip(self._plan.specs, plan.specs, strict=False))
             if old.trainable and not new.trainable
         )
-        self._home.detach(now_frozen)
+        self._storage.detach(now_frozen)
         new = set(range(len(self._plan.specs))) - self._begun - self._widened
         shard = self._shard_of(plan)
         shard.take_masters(masters)
@@ -556,7 +558,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         groups = list(self.param_groups)
 
         def make() -> tuple[ShardPlan, list[str]]:
-            if CLASS_KEY in param_group and not isinstance(self.optim, Mixture):
+            if CLASS_KEY in param_group and not isinstance(self.optim, MultiClass):
                 raise ValueError(
                     f"this optimizer was constructed with one class for all groups, so a group "
                     f"with {CLASS_KEY!r} cannot be added; name the class of a group from the start"
@@ -708,7 +710,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         def __getattr__(self, name: str) -> Any:
             """`train` and `eval`, if any class here has them."""
-            if name in MODES and "optim" in self.__dict__ and has_modes(self.optim):
+            if name in MODES and "optim" in self.__dict__ and has_train_eval(self.optim):
                 return lambda *args, **kwargs: self.apply(
                     lambda _: self._local.turn(name, *args, **kwargs)
                 )
@@ -784,14 +786,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _gather_ahead_of(self, module: torch.nn.Module) -> None:
         """Let gathers run on while `module` runs its next forward. Called on every rank."""
         self._gather.detach()
-        self._gather_comm = self._comm.again()
+        self._gather_comm = self._comm.new_connection()
         self._ahead_of = module
         self._gather = self._make_gather()
 
-    def _reduce_to_owners(self, module: torch.nn.Module, reducer: type[ShardedGradients]) -> None:
+    def _reduce_to_owners(self, module: torch.nn.Module, reducer: type[GradReducer]) -> None:
         """Let gradients be reduced by `reducer`. Called on every rank."""
         self._gather_ahead_of(module)
-        self._comm = self._comm.again()
+        self._comm = self._comm.new_connection()
         self._reducer = reducer
         self._gradients = self._make_gradients()
 
@@ -833,7 +835,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------------------ the module
 
     def _before_forward(self) -> bool:
-        assert isinstance(self._gradients, ShardedGradients)
+        assert isinstance(self._gradients, GradReducer)
         self._gradients.begin_forward()
         within_backward = torch._C._current_graph_task_id() != -1
         if not within_backward and not self._unchanged():
@@ -842,7 +844,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._gradients.synchronising
 
     def _expect_backward(self) -> None:
-        assert isinstance(self._gradients, ShardedGradients)
+        assert isinstance(self._gradients, GradReducer)
         self._gradients.expect_backward()
 
     def full_grad(self, parameter: torch.Tensor | str) -> torch.Tensor | None:
@@ -926,7 +928,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         self._gather.detach()
         self._gradients.detach()
-        self._home.detach(i for i, trainable in enumerate(self._trainable) if trainable)
+        self._storage.detach(i for i, trainable in enumerate(self._trainable) if trainable)
         if self._tie is not None:
             self._tie.detach()
 
@@ -964,7 +966,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 raise ValueError(f"to={to} is not a rank of this group of {self.world_size} ranks")
             return to, [f"to={to}"]
 
-        agree(self._comm, "consolidate_state_dict", make)
+        check_same_on_all_ranks(self._comm, "consolidate_state_dict", make)
         specs = self._plan.specs
         everything = {index: Interval(0, spec.numel) for index, spec in enumerate(specs)}
 
@@ -986,7 +988,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._local.push_options()
             self._local.publish_options()
             self._consolidated = {
-                "state": {**states, **copy.deepcopy(self._local.loose_state())},
+                "state": {**states, **copy.deepcopy(self._local.global_state())},
                 "param_groups": pack_groups(self.param_groups),
                 **copy.deepcopy(extras(self.optim)),
             }
@@ -1082,7 +1084,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._set_masters(masters)
         self._rounding.step = state_dict.get("rounding_step", self._rounding.step)
         self._local.publish_options()
-        warn_of_gaps(self._local, self._plan, self.rank, present)
+        warn_of_missing_state(self._local, self._plan, self.rank, present)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -1170,7 +1172,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "what the other ranks have to shadow"
             )
         Join.notify_join_context(self)
-        assert isinstance(self._gradients, ShardedGradients)
+        assert isinstance(self._gradients, GradReducer)
         assert self._tie is not None
         # Nobody is told when gradients are cleared; all act on those that were not.
         act = [kind, self._gradients.kept(), arguments()]
@@ -1178,7 +1180,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _shadow(self) -> None:
         """Do what the ranks that have data are doing. Called on every rank that has none."""
-        assert isinstance(self._gradients, ShardedGradients)
+        assert isinstance(self._gradients, GradReducer)
         assert self._tie is not None
         # Buffers follow a rank that still has data to update them with.
         (kind, kept, arguments), self._tie.source = announced(self._comm, None)

@@ -8,7 +8,6 @@ business of `shardstep.state`.
 
 from shardstep.checkpoint.dcp.stateful import Sharded
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.folder import latest
 from shardstep.checkpoint.load import Loaded, load
 from shardstep.checkpoint.offline.dicts import state_dict, verify, weights
 from shardstep.checkpoint.offline.export import export
@@ -17,7 +16,8 @@ from shardstep.checkpoint.offline.importing import import_state_dict
 from shardstep.checkpoint.offline.reshard import reshard
 from shardstep.checkpoint.offline.summary import is_checkpoint, listing, summary
 from shardstep.checkpoint.save import AsyncSave, async_save, save
-from shardstep.state.outside import by_name
+from shardstep.checkpoint.staging import latest
+from shardstep.state.named_dict import by_name
 
 __all__ = [
     "AsyncSave",

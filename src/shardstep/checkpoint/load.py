@@ -21,21 +21,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from shardstep.agree import together
-from shardstep.attach import broadcast
-from shardstep.buffers import flat
-from shardstep.checkpoint.contents import SavedParam, Stored
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.job import comm_of
-from shardstep.checkpoint.mastered import parted
+from shardstep.checkpoint.format import SavedParam, Stored
+from shardstep.checkpoint.mastered import split_masters
 from shardstep.checkpoint.match import Match, summary
 from shardstep.checkpoint.names import check_model
 from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.write import comm_of
 from shardstep.comm import Comm
-from shardstep.mixture import CLASS_KEY, Mixture
-from shardstep.names import some
+from shardstep.comm.consensus import run_on_all_ranks
+from shardstep.local.multi_class import CLASS_KEY, MultiClass
+from shardstep.modes.module import broadcast
+from shardstep.params.names import shorten_list
+from shardstep.params.storage import flat
 from shardstep.plan import Box, Interval, ParamSpec, boxes
-from shardstep.state.plain import install
+from shardstep.state.torch_dict import install
 from shardstep.state.tree import Leaf, wrappers
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def load(
         match = Match(checkpoint, comm, optimizer, model, strict, dict(names or {}))
         # With what else decides on what is done together: a rank that is not told to verify would
         # leave the others waiting.
-        if len(set(together(comm, what, lambda: f"{match.find()} {bool(verify)}"))) > 1:
+        if len(set(run_on_all_ranks(comm, what, lambda: f"{match.find()} {bool(verify)}"))) > 1:
             raise CheckpointError(
                 f"rank {comm.group_rank}: the ranks would load different parts of {path}; build "
                 "model and optimizer alike on all ranks, and give all the same arguments"
@@ -108,11 +108,11 @@ def load(
             states = optimizer is not None or match.reads_masters
             needed = _files_needed(checkpoint, states, model is not None)
             mine = needed[comm.group_rank :: comm.world_size]
-            together(comm, what, lambda: checkpoint.verify(mine))
+            run_on_all_ranks(comm, what, lambda: checkpoint.verify(mine))
         if optimizer is not None:
-            together(comm, what, lambda: optimizer._widen(match.given))
+            run_on_all_ranks(comm, what, lambda: optimizer._widen(match.given))
         loading = _Loading(match)
-        together(comm, what, loading.read)
+        run_on_all_ranks(comm, what, loading.read)
         loading.install(what)
     if comm.group_rank == 0:
         _warn(match)
@@ -134,7 +134,7 @@ def _opened(
         found.append(Checkpoint(Path(path).absolute()))
         return found[0].manifest.digest
 
-    if len(set(together(comm, what, open_it))) > 1:
+    if len(set(run_on_all_ranks(comm, what, open_it))) > 1:
         raise CheckpointError(
             f"rank {comm.group_rank}: the ranks find different checkpoints at {path}; it has to be "
             "on a file system that they share"
@@ -181,7 +181,7 @@ class _Loading:
                 param, device = match.found[index], match.optimizer._params[index].device
                 if param.state is not None:
                     states[index] = self._state(param, plan.specs[index], held[index], device)
-            self.states, self.masters = parted(states)
+            self.states, self.masters = split_masters(states)
             self.mastered = set(self.masters)
             for index, master in match.optimizer._masters().items():
                 stored = None if index in self.masters else match.wide(index)
@@ -286,7 +286,7 @@ class _Loading:
                 ) from error
 
         try:
-            together(match.comm, what, put)
+            run_on_all_ranks(match.comm, what, put)
         except BaseException:
             for each in reversed(undo):
                 # A module that takes neither the new nor the old is no reason to leave the rest.
@@ -309,7 +309,7 @@ class _Loading:
     ) -> None:
         """Load into the local optimizer."""
         local = optimizer.optim
-        parts = local.parts if isinstance(local, Mixture) else []
+        parts = local.parts if isinstance(local, MultiClass) else []
         undo += [_way_back(each) for each in (local, *parts)]
         optimizer._local.push_options()
         # What is not in the checkpoint stays as it is.
@@ -322,7 +322,7 @@ class _Loading:
         first = 0
         for mine, options in zip(optimizer.param_groups, self.groups, strict=True):
             last = first + len(mine["params"])
-            if not isinstance(local, Mixture):
+            if not isinstance(local, MultiClass):
                 options.pop(CLASS_KEY, None)
             groups.append({**mine, **options, "params": list(range(first, last))})
             first = last
@@ -388,8 +388,8 @@ def _warn(match: Match) -> None:
     specs = match.optimizer.plan.specs
     if len(match.empty) < sum(specs[index].trainable for index in match.found):
         said = (
-            f"has no optimizer state for {some(match.empty)}, which train; they had never had a "
-            "gradient when it was saved, and start from zero"
+            f"has no optimizer state for {shorten_list(match.empty)}, which train; they had never "
+            "had a gradient when it was saved, and start from zero"
         )
     elif not match.stepped:
         said = "was saved before the first step: the optimizer starts from zero"

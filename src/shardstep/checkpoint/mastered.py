@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardstep.checkpoint.contents import Stored, Tree
+from shardstep.checkpoint.format import Stored, Tree
 from shardstep.state.tree import Node
 
 K = TypeVar("K")
@@ -20,13 +20,13 @@ K = TypeVar("K")
 MASTER = "shardstep.master"
 
 
-def joined(states: Mapping[K, Any], masters: Mapping[K, torch.Tensor]) -> dict[K, Any]:
+def attach_masters(states: Mapping[K, Any], masters: Mapping[K, torch.Tensor]) -> dict[K, Any]:
     """State by parameter, with the master of each that has one."""
     mastered = {key: {MASTER: master, **states.get(key, {})} for key, master in masters.items()}
     return {**states, **mastered}
 
 
-def parted(states: Mapping[K, Any]) -> tuple[dict[K, Any], dict[K, torch.Tensor]]:
+def split_masters(states: Mapping[K, Any]) -> tuple[dict[K, Any], dict[K, torch.Tensor]]:
     """State by parameter, and masters by parameter. A parameter with nothing else has no state."""
     masters = {key: state[MASTER] for key, state in states.items() if MASTER in state}
     alone = {

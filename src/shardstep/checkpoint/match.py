@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardstep.attach import names_in
-from shardstep.checkpoint.contents import SavedModel, SavedOptimizer, SavedParam, Stored, Tree
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.job import EXTRA_STATE, kind_of, model_tensors
+from shardstep.checkpoint.file_layout import deal
+from shardstep.checkpoint.format import SavedModel, SavedOptimizer, SavedParam, Stored, Tree
 from shardstep.checkpoint.mastered import MASTER, master_of, own_entries
 from shardstep.checkpoint.names import names_of, tensors_of, unwrapped
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.shelves import deal
+from shardstep.checkpoint.write import EXTRA_STATE, kind_of, model_tensors
 from shardstep.comm import Comm
-from shardstep.dtensor import NO_OFFSETS, refuse_dtensors
-from shardstep.names import some, unwrapped_name
+from shardstep.modes.module import names_in
+from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
+from shardstep.params.names import shorten_list, unwrapped_name
 from shardstep.state.limits import STATE_NBYTES, STATE_RATIO, memory_nbytes
 from shardstep.state.tree import Node, leaves
 
@@ -344,7 +344,7 @@ def summary(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """What was not found, in words."""
     parts = []
     if missing:
-        parts.append(f"not found in the checkpoint: {some(missing)}")
+        parts.append(f"not found in the checkpoint: {shorten_list(missing)}")
     if unexpected:
-        parts.append(f"in the checkpoint but not here: {some(unexpected)}")
+        parts.append(f"in the checkpoint but not here: {shorten_list(unexpected)}")
     return "; ".join(parts)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardstep.attach import names_in
-from shardstep.names import bare
+from shardstep.modes.module import names_in
+from shardstep.params.names import strip_wrapper_prefixes
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -63,7 +63,7 @@ def names_of(
     known = [in_model.get(id(param)) or spec.name for param, spec in pairs]
     # DDP's prefix is none of the names that the model itself has.
     own = any(id(param) in in_model for param in optimizer._params)
-    names = bare(known, ddp=not own)
+    names = strip_wrapper_prefixes(known, ddp=not own)
     numbers = [f"param {index}" for index in range(len(names))]
     if len(set(names)) != len(names):
         # Names from two models that are trained together: only their places tell them apart.

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
-from shardstep.checkpoint.contents import Chunk, Contents, Stored, Tree, read_contents
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.folder import Manifest, check, read_manifest
+from shardstep.checkpoint.format import Chunk, Contents, Stored, Tree, read_contents
 from shardstep.checkpoint.safetensors import File, Progress, form_of, no_progress
+from shardstep.checkpoint.staging import Manifest, check, read_manifest
 from shardstep.plan import Box, contiguous
 from shardstep.state.limits import memory_nbytes
 from shardstep.state.tree import Leaf, decode, wrap

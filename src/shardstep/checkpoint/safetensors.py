@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from shardstep.buffers import flat
 from shardstep.checkpoint.errors import CheckpointError
+from shardstep.params.storage import flat
 from shardstep.plan import Box, Interval, boxes, contiguous
 from shardstep.state.limits import is_counts, is_sizes
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardstep.agree import together
-from shardstep.checkpoint.job import Job, comm_of, prepare, write_out
 from shardstep.checkpoint.safetensors import Source
+from shardstep.checkpoint.write import Job, comm_of, prepare, write_out
 from shardstep.comm import Comm
+from shardstep.comm.consensus import run_on_all_ranks
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -79,7 +79,7 @@ class AsyncSave:
         return self.path
 
 
-class _Desk:
+class AsyncSaveState:
     """What background saves of one optimizer share: connections, memory, and the one that runs."""
 
     def __init__(self) -> None:
@@ -92,14 +92,14 @@ class _Desk:
         running, self.running = self.running, None
         if running is not None:
             # Some ranks may have waited, and been told already: they are not to go on alone.
-            together(comm, "the save before this one", lambda: str(running.wait()))
+            run_on_all_ranks(comm, "the save before this one", lambda: str(running.wait()))
 
     def connection(self, comm: Comm) -> Comm:
         """The ranks of `comm` on connections of their own. Called on every rank."""
         # The default group may be another one than the last time.
         if self._comm is None or self._comm[0] is not comm.group:
             # Gloo: a thread that waits for an accelerator would hold up what that computes.
-            self._comm = comm.group, comm.again("gloo")
+            self._comm = comm.group, comm.new_connection("gloo")
         return self._comm[1]
 
     def copied(self, job: Job) -> Job:
@@ -135,7 +135,7 @@ def _room(tensor: torch.Tensor) -> int:
     return math.ceil(tensor.nbytes / ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
 
 
-_desks: weakref.WeakKeyDictionary[Any, _Desk] = weakref.WeakKeyDictionary()
+_desks: weakref.WeakKeyDictionary[Any, AsyncSaveState] = weakref.WeakKeyDictionary()
 
 
 class _Nobody:
@@ -145,9 +145,9 @@ class _Nobody:
 _nobody = _Nobody()
 
 
-def desk_of(optimizer: ZeroRedundancyOptimizer | None) -> _Desk:
+def desk_of(optimizer: ZeroRedundancyOptimizer | None) -> AsyncSaveState:
     """Where the background saves of this optimizer are looked after."""
-    return _desks.setdefault(optimizer if optimizer is not None else _nobody, _Desk())
+    return _desks.setdefault(optimizer if optimizer is not None else _nobody, AsyncSaveState())
 
 
 def save(
@@ -219,6 +219,6 @@ def async_save(
         nonlocal job
         job = desk.copied(job)
 
-    together(comm, "copying what is to be saved", copy)
+    run_on_all_ranks(comm, "copying what is to be saved", copy)
     desk.running = AsyncSave(desk.connection(comm), job)
     return desk.running

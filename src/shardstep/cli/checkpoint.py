@@ -15,8 +15,8 @@ from rich.console import Console
 
 from shardstep import checkpoint as ckpt
 from shardstep.checkpoint.offline.export import parse_nbytes
-from shardstep.report.bytes import ByteProgress
-from shardstep.report.checkpoint import listing_report, printable, size, summary_report
+from shardstep.cli.bytes import ByteProgress
+from shardstep.cli.checkpoint_tables import listing_report, printable, size, summary_report
 
 app = typer.Typer(
     help="Look at checkpoints, check them, cut them anew, take them to other programs and back.",

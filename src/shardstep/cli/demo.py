@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from shardstep.cli.progress import DemoProgress
+from shardstep.cli.table import demo_table, verdict_lines
 from shardstep.demo.gpt import GPTConfig
 from shardstep.demo.record import WARMUP_STEPS, DemoConfig
 from shardstep.demo.run import RankFailed, run_demo
-from shardstep.report.progress import DemoProgress
-from shardstep.report.table import demo_table, verdict_lines
 
 
 def demo(

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from shardstep.comm.base import Pending
+from shardstep.comm.api import Pending
 
 PATIENCE = 10.0
 """Seconds that a program that ends waits for what is under way. What takes longer is not going to

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardstep.comm.base import Comm, Ledger, Pending, SoloComm
-from shardstep.comm.exchange import TAGS, Exchange
-from shardstep.comm.pending import Then, Works, naming
+from shardstep.comm.api import Comm, Ledger, Pending, SoloComm
+from shardstep.comm.gloo import TAGS, Exchange
+from shardstep.comm.works import Then, Works, naming
 
 # torch 2.13 renames these and warns about the old names; 2.11 knows only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -187,7 +187,7 @@ class GroupComm:
             raise RuntimeError(f"the process group has no backend for tensors on {device}")
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
-    def again(self, backend: str | None = None) -> GroupComm:
+    def new_connection(self, backend: str | None = None) -> GroupComm:
         """The same ranks, on connections of their own, so that the two do not queue for each other.
 
         Called on every rank of the group, and on no other.

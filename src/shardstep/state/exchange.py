@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from shardstep.buffers import flat
 from shardstep.comm import Comm
+from shardstep.params.storage import flat
 from shardstep.plan import Copy, Holding, Interval, ParamSpec, transfers
 from shardstep.state.tree import Leaf, Node, decode, encode, leaves, with_leaves
 

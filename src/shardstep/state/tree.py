@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardstep.buffers import fills_memory, flat, is_dense
+from shardstep.params.storage import fills_memory, flat, is_dense
 from shardstep.state.limits import MAX_DEPTH, is_counts, is_sizes
 
 Node = list[Any]

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardstep.placeholder import flatten
+from shardstep.gradients.sharded_grad import flatten
 from shardstep.plan import Box, Interval, ParamSpec, boxes
 
 aten = torch.ops.aten

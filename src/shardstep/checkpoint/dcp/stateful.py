@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardstep.agree import agree
 from shardstep.checkpoint.dcp.portable import Reading, holds, portable
 from shardstep.checkpoint.dcp.stand_in import StandIn
 from shardstep.checkpoint.names import tensors_of
 from shardstep.comm import Comm
-from shardstep.dtensor import NO_OFFSETS, refuse_dtensors
-from shardstep.mixture import extras
-from shardstep.names import bare
+from shardstep.comm.consensus import check_same_on_all_ranks
+from shardstep.local.multi_class import extras
+from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
+from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Interval
 from shardstep.state.exchange import Kept, survey
-from shardstep.state.outside import numbered
+from shardstep.state.named_dict import numbered
 from shardstep.state.tree import Leaf, Node, decode, encode, leaves
 
 if TYPE_CHECKING:
@@ -295,13 +295,13 @@ def read_sharded(optimizer: ZeroRedundancyOptimizer, state_dict: Mapping[str, An
                 share.masters[index] = part
         return share, []
 
-    return agree(optimizer._comm, "loading a sharded state dict", make)
+    return check_same_on_all_ranks(optimizer._comm, "loading a sharded state dict", make)
 
 
 def _names(optimizer: ZeroRedundancyOptimizer) -> list[str]:
     """What the parameters are called, whatever wrapper the model is in."""
     given = [spec.name for spec in optimizer.plan.specs]
-    names = bare(given, ddp=optimizer._module is None)
+    names = strip_wrapper_prefixes(given, ddp=optimizer._module is None)
     if len(set(names)) == len(names):
         return names
     # Two models that are trained together: only the places of their parameters tell them apart.
@@ -338,7 +338,7 @@ def _survey(optimizer: ZeroRedundancyOptimizer) -> _Survey:
             kept, tensors = survey(comm, plan.specs, held, rehearsed)
             for index, each in kept.items():
                 forms[index] = _Form(each, False, tensors.get(index, ()))
-    return _Survey(forms, _survey_loose(comm, local.loose_state(), expected))
+    return _Survey(forms, _survey_loose(comm, local.global_state(), expected))
 
 
 def _survey_loose(
@@ -364,7 +364,7 @@ def _survey_loose(
             lines.append(f"state {key!r}, of no parameter: {json.dumps(node)}")
         return forms, lines
 
-    return agree(comm, "describing the optimizer state", make)
+    return check_same_on_all_ranks(comm, "describing the optimizer state", make)
 
 
 def _lay_out(form: _Form, param: torch.Tensor, interval: Interval | None) -> Any:

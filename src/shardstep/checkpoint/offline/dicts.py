@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shardstep.checkpoint.contents import SavedModel, SavedOptimizer
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.mastered import parted
+from shardstep.checkpoint.format import SavedModel, SavedOptimizer
+from shardstep.checkpoint.mastered import split_masters
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.safetensors import Stages, no_stages
 
@@ -80,7 +80,7 @@ def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, 
     """
     saved = saved_optimizer(checkpoint, named=named)
     called = {param.name: param.name if named else n for n, param in enumerate(saved.params)}
-    state, masters = parted(
+    state, masters = split_masters(
         {
             called[param.name]: checkpoint.value(param.state)
             for param in saved.params

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from shardstep.checkpoint.contents import Contents, Tree
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.folder import EXPORT, Staging, write_text
+from shardstep.checkpoint.file_layout import HF_INDEX, WEIGHTS, hf_index
+from shardstep.checkpoint.format import Contents, Tree
 from shardstep.checkpoint.offline.dicts import (
     model_dict,
     optimizer_dict,
@@ -36,7 +36,7 @@ from shardstep.checkpoint.safetensors import (
     no_stages,
     write,
 )
-from shardstep.checkpoint.shelves import HF_INDEX, WEIGHTS, hf_index
+from shardstep.checkpoint.staging import EXPORT, Staging, write_text
 from shardstep.state.tree import decode
 
 if TYPE_CHECKING:

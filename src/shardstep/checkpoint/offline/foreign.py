@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.contents import Contents, SavedModel, Stored
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.folder import read_json
+from shardstep.checkpoint.file_layout import HF_INDEX, WEIGHTS, FileLayout, made_by
+from shardstep.checkpoint.format import Contents, SavedModel, Stored
 from shardstep.checkpoint.offline.importing import import_state_dict, write_alone
 from shardstep.checkpoint.safetensors import File, Source, Stages, Streamed, no_stages
-from shardstep.checkpoint.shelves import HF_INDEX, WEIGHTS, Shelves, made_by
-from shardstep.names import bare
+from shardstep.checkpoint.staging import read_json
+from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Box
 from shardstep.state.tree import encode
 
@@ -186,7 +186,7 @@ def _streamed(file: File, name: str, dtype: torch.dtype, shape: tuple[int, ...])
 
 def _import_safetensors(source: Path, path: Path, stages: Stages) -> Path:
     """Weights from file to file, a chunk at a time."""
-    shelves = Shelves(1, {0})
+    shelves = FileLayout(1, {0})
     with ExitStack() as opened:
         tensors: dict[str, Source] = {}
         file_of: dict[str, str] = {}
@@ -202,7 +202,7 @@ def _import_safetensors(source: Path, path: Path, stages: Stages) -> Path:
         for name, said in where.items():
             if file_of.get(name) != said:
                 raise CheckpointError(f"{source / said}: there should be a tensor {name!r}")
-        names = bare(tensors)
+        names = strip_wrapper_prefixes(tensors)
         if len(set(names)) != len(names):
             raise CheckpointError(f"{source}: two tensors have the same name without wrappers")
         saved = {}

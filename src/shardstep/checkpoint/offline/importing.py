@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.contents import (
+from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.file_layout import FileLayout, made_by, state_key, texts_of
+from shardstep.checkpoint.format import (
     Contents,
     SavedModel,
     SavedOptimizer,
@@ -17,16 +19,14 @@ from shardstep.checkpoint.contents import (
     Stored,
     Tree,
 )
-from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.job import Job, saved_options, sort_out, write_out
-from shardstep.checkpoint.mastered import MASTER, joined
+from shardstep.checkpoint.mastered import MASTER, attach_masters
 from shardstep.checkpoint.safetensors import Stages, no_stages
-from shardstep.checkpoint.shelves import Shelves, made_by, state_key, texts_of
+from shardstep.checkpoint.write import Job, saved_options, sort_out, write_out
 from shardstep.comm import SoloComm
-from shardstep.mixture import full_name
-from shardstep.names import bare
+from shardstep.local.multi_class import full_name
+from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Box
-from shardstep.state.plain import OURS
+from shardstep.state.torch_dict import OURS
 from shardstep.state.tree import encode, leaves, with_leaves
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
@@ -67,7 +67,7 @@ def import_state_dict(
         FileExistsError: if there is something at `path`.
         OSError: if it cannot be written there.
     """
-    shelves = Shelves(1, {0})
+    shelves = FileLayout(1, {0})
     try:
         weights = None if model is None else _model(shelves, _unwrapped(model))
         contents = Contents(
@@ -84,7 +84,7 @@ def import_state_dict(
 
 
 def write_alone(
-    path: str | os.PathLike[str], shelves: Shelves, contents: Contents, stages: Stages
+    path: str | os.PathLike[str], shelves: FileLayout, contents: Contents, stages: Stages
 ) -> Path:
     """Write a checkpoint in one process."""
     job = Job(Path(path).absolute(), shelves.own, texts_of(contents), keep=None)
@@ -99,13 +99,13 @@ def _unwrapped(model: Mapping[str, Any]) -> dict[str, Any]:
     """A model's state dict with the names that the user's own module has."""
     if not model or not all(isinstance(name, str) for name in model):
         raise CheckpointError("this is not the state dict of a model: its keys are not names")
-    names = bare(model)
+    names = strip_wrapper_prefixes(model)
     if len(set(names)) != len(names):
         raise CheckpointError("two tensors of the model have the same name without wrappers")
     return dict(zip(names, model.values(), strict=True))
 
 
-def _model(shelves: Shelves, state_dict: Mapping[str, Any]) -> SavedModel:
+def _model(shelves: FileLayout, state_dict: Mapping[str, Any]) -> SavedModel:
     tensors, aliases, rest = sort_out(state_dict)
     saved = {}
     for name, tensor in tensors.items():
@@ -115,14 +115,14 @@ def _model(shelves: Shelves, state_dict: Mapping[str, Any]) -> SavedModel:
 
 
 def _optimizer(
-    shelves: Shelves,
+    shelves: FileLayout,
     state_dict: Mapping[str, Any],
     model: SavedModel | None,
     names: Sequence[str] | None,
     optimizer_class: str | None,
 ) -> SavedOptimizer:
     state, groups = _parts(state_dict)
-    state = joined(state, _masters(state_dict))
+    state = attach_masters(state, _masters(state_dict))
     keys = [key for group in groups for key in group["params"]]
     called, positional = _names(groups, keys, names)
     params = []
@@ -202,7 +202,7 @@ def _names(
         known = [name for group in groups for name in group.get("param_names", ())]
     if len(known) != len(keys) or not keys:
         return [f"param {index}" for index in range(len(keys))], True
-    called = bare(map(str, known))
+    called = strip_wrapper_prefixes(map(str, known))
     if len(set(called)) != len(called):
         raise CheckpointError("two parameters of the optimizer have the same name")
     return called, False
@@ -232,7 +232,7 @@ def _form(name: str, state: Any, model: SavedModel | None) -> tuple[tuple[int, .
 
 
 def _param(
-    shelves: Shelves,
+    shelves: FileLayout,
     index: int,
     name: str,
     shape: tuple[int, ...],

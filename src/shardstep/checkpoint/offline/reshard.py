@@ -10,19 +10,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from shardstep.checkpoint.contents import (
-    Contents,
-    SavedModel,
-    SavedOptimizer,
-    SavedParam,
-    Stored,
-    Tree,
-)
-from shardstep.checkpoint.job import Job, write_out
-from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.safetensors import Stages, Streamed, no_stages
-from shardstep.checkpoint.shelves import (
-    Shelves,
+from shardstep.checkpoint.file_layout import (
+    FileLayout,
     deal,
     holders_of,
     made_by,
@@ -30,9 +19,20 @@ from shardstep.checkpoint.shelves import (
     texts_of,
     value_key,
 )
+from shardstep.checkpoint.format import (
+    Contents,
+    SavedModel,
+    SavedOptimizer,
+    SavedParam,
+    Stored,
+    Tree,
+)
+from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.safetensors import Stages, Streamed, no_stages
+from shardstep.checkpoint.write import Job, write_out
 from shardstep.comm import SoloComm
-from shardstep.layout.choose import ELEMENT_WISE
-from shardstep.mixture import full_name
+from shardstep.layouts.choose import ELEMENT_WISE
+from shardstep.local.multi_class import full_name
 from shardstep.plan import Box, Layout, ParamSpec, ShardPlan, boxes, contiguous
 from shardstep.state.tree import leaves
 
@@ -74,7 +74,7 @@ def reshard(
         if verify:
             total = sum(digest.nbytes for digest in checkpoint.manifest.files.values())
             checkpoint.verify(progress=stages("checking", total))
-        shelves = Shelves(ranks, range(ranks))
+        shelves = FileLayout(ranks, range(ranks))
         contents = _Cutting(checkpoint, shelves).contents(layout)
         job = Job(Path(out).absolute(), shelves.own, texts_of(contents), keep=None)
         total = sum(stored.nbytes for _, stored in contents.tensors())
@@ -89,7 +89,7 @@ def default_layout(kind: str | None) -> Layout:
 class _Cutting:
     """Puts everything that is in a checkpoint onto the shelves of other ranks."""
 
-    def __init__(self, checkpoint: Checkpoint, shelves: Shelves) -> None:
+    def __init__(self, checkpoint: Checkpoint, shelves: FileLayout) -> None:
         self._checkpoint = checkpoint
         self._shelves = shelves
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.contents import SavedModel, SavedOptimizer, Tree
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.folder import (
+from shardstep.checkpoint.format import SavedModel, SavedOptimizer, Tree
+from shardstep.checkpoint.mastered import master_of, own_entries
+from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.staging import (
     FORMAT,
     MANIFEST,
     VERSION,
@@ -21,8 +23,6 @@ from shardstep.checkpoint.folder import (
     left_overs,
     read_manifest,
 )
-from shardstep.checkpoint.mastered import master_of, own_entries
-from shardstep.checkpoint.read import Checkpoint
 from shardstep.state.tree import Node, leaves, name_of, with_leaves
 
 

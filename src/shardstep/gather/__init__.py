@@ -1,0 +1,1 @@
+"""All-gather of updated parameters, at once or overlapped with the next forward."""

@@ -1,0 +1,1 @@
+"""The unmodified optimizer class on this rank's pieces."""

@@ -1,0 +1,173 @@
+"""Runs somebody's optimizer class on the side, so that nothing shows of it afterwards.
+
+Random states, warnings, log lines, printed text, the user's hooks on all optimizers and what the
+class keeps on itself are as they were. All of these are the process's: of two threads that did this
+at once, the second would take what the first has put there for what was there before, and leave it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import random
+import sys
+import threading
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from shardstep.params.inputs import unwrap_partial
+
+_OWN = frozenset({object, Optimizer})
+
+_MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
+_COLLECTIONS = (list, set, deque)
+
+_one_thread_at_a_time = threading.RLock()
+
+
+@contextlib.contextmanager
+def sandbox(optimizer_class: Any, device: torch.device, by_default: bool = True) -> Iterator[None]:
+    """While this lasts, what is done with `optimizer_class` leaves no trace.
+
+    Args:
+        optimizer_class: a class, or a `functools.partial` of one; of what another callable makes
+            the class cannot be known beforehand, and what it keeps on itself is not put back.
+        device: the device that is used, whose random state is put back too.
+        by_default: whether tensors are made there unless told otherwise; if not, they are made
+            where they are now, as in the user's own steps.
+    """
+    with _one_thread_at_a_time, contextlib.ExitStack() as stack:
+        stack.enter_context(_random_states(device))
+        stack.enter_context(_class_attributes(optimizer_class))
+        for hooks in (
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+        ):
+            stack.enter_context(_emptied(hooks))
+        stack.enter_context(_silence())
+        # The caller may be anywhere: under no_grad, in a compiled step.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        # Not needlessly: it slows down whatever is done within.
+        if by_default and torch.get_default_device() != device:
+            stack.enter_context(torch.device(device))
+        # A step that is compiled for our few elements would cost seconds and be of no use again.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextlib.contextmanager
+def _random_states(device: torch.device) -> Iterator[None]:
+    devices = [device] if device.type != "cpu" else []
+    python = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    legacy = numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(legacy)
+
+
+@contextlib.contextmanager
+def _emptied(mapping: MutableMapping[Any, Any]) -> Iterator[None]:
+    kept = list(mapping.items())
+    mapping.clear()
+    try:
+        yield
+    finally:
+        mapping.clear()
+        mapping.update(kept)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    disabled, always = logging.root.manager.disable, torch.is_warn_always_enabled()
+    try:
+        # Warnings that torch gives once per process are not used up while they are always given.
+        torch.set_warn_always(True)
+        logging.disable(logging.CRITICAL)
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        torch.set_warn_always(always)
+
+
+@contextlib.contextmanager
+def _class_attributes(optimizer_class: Any) -> Iterator[None]:
+    """Puts back what the class and its bases have as attributes, and what is in tensors and common
+    containers among these, at any depth: counters and registers of instances."""
+    optimizer_class = unwrap_partial(optimizer_class)
+    bases = optimizer_class.__mro__ if isinstance(optimizer_class, type) else ()
+    kept = [(base, _attributes(base)) for base in bases if base not in _OWN]
+    contents = _contents([list(before.values()) for _, before in kept])
+    try:
+        yield
+    finally:
+        for base, before in kept:
+            for name in [name for name in vars(base) if name not in before]:
+                _try(delattr, base, name)
+            for name, value in before.items():
+                if vars(base).get(name) is not value:
+                    _try(setattr, base, name, value)
+        for put_back in contents:
+            put_back()
+
+
+def _attributes(base: type) -> dict[str, Any]:
+    own = ("__dict__", "__weakref__", "__doc__")
+    return {name: value for name, value in vars(base).items() if name not in own}
+
+
+def _contents(values: list[Any]) -> list[Callable[[], object]]:
+    """What puts back all that is in these, as it is now."""
+    found: list[Callable[[], object]] = []
+    waiting, seen = values, set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if type(value) in _MAPPINGS:
+            found.append(functools.partial(_refill_mapping, value, dict(value)))
+            waiting.extend(value.values())
+        elif type(value) in _COLLECTIONS:
+            found.append(functools.partial(_refill, value, list(value)))
+            waiting.extend(value)
+        elif type(value) is torch.Tensor:
+            found.append(functools.partial(value.detach().copy_, value.detach().clone()))
+    return found
+
+
+def _refill_mapping(mapping: MutableMapping[Any, Any], inside: dict[Any, Any]) -> None:
+    mapping.clear()
+    for key, value in inside.items():
+        mapping[key] = value
+
+
+def _refill(collection: Any, inside: list[Any]) -> None:
+    collection.clear()
+    add = collection.update if type(collection) is set else collection.extend
+    add(inside)
+
+
+def _try(change: Callable[..., None], *args: Any) -> None:
+    # What the interpreter keeps on a class for itself cannot be written to, and need not be.
+    with contextlib.suppress(AttributeError, TypeError):
+        change(*args)

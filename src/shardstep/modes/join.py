@@ -1,0 +1,147 @@
+"""Uneven inputs: what a rank that has run out of data does while the others go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+from shardstep.comm import Comm
+from shardstep.params.storage import flat
+from shardstep.plan import ShardPlan
+
+
+class _ZeROJoinHook(JoinHook):
+    """Shadows what the ranks that still have data do.
+
+    A joined rank goes on owning its part of the state, so it has to go on updating it.
+
+    Args:
+        shadow: takes part in the next thing that those ranks do.
+    """
+
+    def __init__(self, shadow: Callable[[], object]) -> None:
+        self._shadow = shadow
+
+    def main_hook(self) -> None:
+        """Take part. Called on every joined rank."""
+        self._shadow()
+
+
+def announced(comm: Comm, own: list[Any] | None) -> tuple[list[Any], int]:
+    """What the ranks that have data are about to do. Called on every rank.
+
+    Args:
+        comm: the ranks.
+        own: what this rank is about to do; None if it has no data.
+
+    Returns:
+        What they are about to do, and the first of them.
+
+    Raises:
+        RuntimeError: on every rank, if they are not about to do the same.
+    """
+    texts = [text.decode() for text in comm.all_gather_bytes(json.dumps(own).encode())]
+    said = [json.loads(text) for text in texts]
+    active = [rank for rank, what in enumerate(said) if what is not None]
+    if any(said[rank] != said[active[0]] for rank in active):
+        raise RuntimeError(
+            f"rank {comm.group_rank}: ranks are about to do different things: {texts}"
+        )
+    return said[active[0]], active[0]
+
+
+def options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What can be told of the groups' options: numbers, words and short tensors.
+
+    A rank without data runs no schedulers any more, and needs the options of one that does.
+    """
+
+    def plain(value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return all(map(plain, value))
+        return value is None or isinstance(value, (bool, int, float, str))
+
+    told = []
+    for group in groups:
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        for key, value in options.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                options[key] = value.item()
+        told.append({key: value for key, value in options.items() if plain(value)})
+    return told
+
+
+def take_options(
+    groups: Sequence[MutableMapping[str, Any]], told: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write what `options_of` told of another rank's groups into these."""
+    for group, options in zip(groups, told, strict=True):
+        for key, value in options.items():
+            before = group.get(key)
+            if isinstance(before, torch.Tensor):
+                before.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(before, tuple) else value
+
+
+def provide_gradients(
+    comm: Comm,
+    plan: ShardPlan,
+    groups: Sequence[MutableMapping[str, Any]],
+    joined: bool,
+) -> None:
+    """Give each joined rank the gradients of what it owns and the options to step on them with.
+
+    Called on every rank, before a step. DDP shadows its reductions on a joined rank but does not
+    put their results into `param.grad` there: what that holds is left over from the rank's last
+    batch, and a step on it would be wrong without anybody noticing.
+
+    Args:
+        comm: the ranks.
+        plan: the placement.
+        groups: the groups of all parameters, in the plan's order.
+        joined: whether this rank has run out of data.
+
+    Raises:
+        ValueError: on every rank, if a gradient is sparse.
+    """
+    params = [param for group in groups for param in group["params"]]
+    without = [index for index, param in enumerate(params) if param.grad is None]
+    sparse = [
+        index
+        for index, param in enumerate(params)
+        if param.grad is not None and param.grad.layout is not torch.strided
+    ]
+    own = None if joined else [without, sparse, options_of(groups)]
+    said = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(own).encode())]
+    source = next(rank for rank, what in enumerate(said) if what is not None)
+    without, sparse, options = said[source]
+    if sparse:
+        raise ValueError(
+            f"parameter {plan.specs[sparse[0]].name!r} has a sparse gradient, which ranks that "
+            "have run out of data cannot be given"
+        )
+    if joined:
+        take_options(groups, options)
+        for index in without:
+            params[index].grad = None
+    for target in (rank for rank, what in enumerate(said) if what is None):
+        if comm.group_rank not in (source, target):
+            continue
+        for bucket in plan.training_buckets:
+            for piece in bucket.pieces(target):
+                if piece.param in without or not piece.param_interval.numel:
+                    continue
+                param = params[piece.param]
+                if joined and (param.grad is None or param.grad.stride() != param.stride()):
+                    param.grad = torch.zeros_like(param)
+                part = flat(param.grad, param.stride())[piece.param_interval.slice]
+                raw = part.view(torch.uint8)
+                if joined:
+                    comm.receive(raw, source)
+                else:
+                    comm.send(raw, target)

@@ -1,0 +1,249 @@
+"""Reads what the user handed over: checks the parameters and describes them for the planner."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardstep.params.dtensor import check_placements, local_part
+from shardstep.params.storage import is_dense
+from shardstep.plan import ParamSpec
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def unwrap_partial(given: Any) -> Any:
+    """The class, or other callable, that a `functools.partial` is of; anything else itself."""
+    while isinstance(given, functools.partial):
+        given = given.func
+    return given
+
+
+def as_list(params: Any) -> list[Any]:
+    """The parameters, groups or named parameters that were given, so that they can be read twice.
+
+    Raises:
+        TypeError: if they are not an iterable of tensors, of `(name, tensor)` pairs or of dicts.
+        ValueError: if there are none, or a group has no `"params"`.
+    """
+    kinds = "an iterable of tensors, of (name, tensor) pairs or of dicts"
+    if isinstance(params, torch.Tensor):
+        raise TypeError(f"params has to be {kinds}, but a single tensor was given; pass [tensor]")
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(f"params has to be {kinds}, but a module was given; pass its parameters()")
+    try:
+        given = list(params)
+    except TypeError as error:
+        raise TypeError(f"params has to be {kinds}, not a {type(params).__name__}") from error
+    if not given:
+        raise ValueError(
+            "ZeroRedundancyOptimizer was given an empty parameter list; a generator, such as "
+            "model.parameters(), can be read once only"
+        )
+    if all(isinstance(item, dict) for item in given):
+        for index, group in enumerate(given):
+            if "params" not in group:
+                raise ValueError(f"parameter group {index} has no 'params' key")
+        return given
+    for index, item in enumerate(given):
+        named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+        if not isinstance(item[1] if named else item, torch.Tensor):
+            raise TypeError(f"params has to be {kinds}, but item {index} is a {_kind(item)}")
+    return given
+
+
+class ParamsArgument:
+    """The parameters as they were given, read once; what is wrong with them is raised later.
+
+    A rank must not raise before it has met the others: they would wait for it.
+    """
+
+    def __init__(self, params: Any) -> None:
+        self._items: list[Any] = []
+        self._error: Exception | None = None
+        try:
+            self._items = as_list(params)
+        except (TypeError, ValueError) as error:
+            self._error = error
+
+    def items(self) -> list[Any]:
+        """What was given.
+
+        Raises:
+            TypeError, ValueError: if it was not parameters; see `as_list`.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._items
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those parameters that were given as such, and not in groups that can be read once."""
+        found: list[torch.Tensor] = []
+        for item in self._items:
+            inner = item.get("params") if isinstance(item, dict) else [item]
+            for each in inner if isinstance(inner, (list, tuple)) else [inner]:
+                tensor = each[1] if isinstance(each, tuple) and len(each) == 2 else each
+                if isinstance(tensor, torch.Tensor):
+                    found.append(tensor)
+        return found
+
+
+def _kind(item: object) -> str:
+    return type(item).__name__
+
+
+def parameters(groups: Groups) -> list[torch.Tensor]:
+    """All parameters, group after group."""
+    return [param for group in groups for param in group["params"]]
+
+
+def is_trainable(param: torch.Tensor) -> bool:
+    """Whether a step may change `param`.
+
+    A frozen parameter that still has a gradient counts: `torch.optim` goes by the gradient.
+    """
+    return param.requires_grad or param.grad is not None
+
+
+def describe(groups: Groups, known: Mapping[int, str] | None = None) -> list[ParamSpec]:
+    """The planner's view of the parameters in `groups`; of DTensors, this rank's part.
+
+    Args:
+        groups: the parameter groups.
+        known: names by identity of the parameter, for those that have none in their group.
+
+    Raises:
+        TypeError: for a tensor subclass with inner tensors that is not a DTensor.
+        ValueError: for a parameter that cannot be sharded: sparse, without data, with gaps in
+            memory, or sharing its memory with another.
+    """
+    specs: list[ParamSpec] = []
+    ordinals: dict[torch.device, str] = {}
+    seen_types: dict[str, int] = {}
+    spans: list[tuple[int, int, str]] = []
+    seen: set[int] = set()
+    for number, group in enumerate(groups):
+        names = group.get("param_names")
+        for position, param in enumerate(group["params"]):
+            name = names[position] if names else (known or {}).get(id(param))
+            name = name or f"param {len(specs)}"
+            check_placements(param, name)
+            local = local_part(param)
+            _check(local, name)
+            if id(param) in seen:
+                raise ValueError(f"parameter {name!r} is given twice; pass each parameter once")
+            seen.add(id(param))
+            if param.device not in ordinals:
+                kind = param.device.type
+                ordinals[param.device] = f"{kind}#{seen_types.get(kind, 0)}"
+                seen_types[kind] = seen_types.get(kind, 0) + 1
+            specs.append(
+                ParamSpec(
+                    name=name,
+                    shape=tuple(local.shape),
+                    stride=tuple(local.stride()),
+                    dtype=local.dtype,
+                    device=ordinals[param.device],
+                    group=number,
+                    trainable=is_trainable(param),
+                )
+            )
+            if local.numel():
+                spans.append((local.data_ptr(), local.data_ptr() + local.nbytes, name))
+    for (_, stop, name), (start, _, other) in pairwise(sorted(spans)):
+        if start < stop:
+            raise ValueError(
+                f"parameters {name!r} and {other!r} share memory, so two ranks could update the "
+                "same elements; give them storage of their own, or tie them by using one "
+                "Parameter object in both places"
+            )
+    return specs
+
+
+def _check(param: torch.Tensor, name: str) -> None:
+    if param.layout is not torch.strided:
+        raise ValueError(
+            f"parameter {name!r} is sparse ({param.layout}); only dense parameters can be sharded"
+        )
+    if is_traceable_wrapper_subclass(param):
+        raise TypeError(
+            f"parameter {name!r} is a {type(param).__name__}, which wraps other tensors and "
+            "cannot be sharded; pass plain tensors"
+        )
+    if param.device.type == "meta":
+        raise ValueError(
+            f"parameter {name!r} is on the meta device and has no data; materialise the model "
+            "before constructing the optimizer"
+        )
+    if not is_dense(param):
+        raise ValueError(
+            f"parameter {name!r} does not fill its memory (shape {tuple(param.shape)}, stride "
+            f"{tuple(param.stride())}); replace it by a Parameter of its .contiguous() data"
+        )
+
+
+def check_class(given: Any) -> None:
+    """Make sure that an optimizer class, or something else that makes optimizers, was given.
+
+    Raises:
+        TypeError: if it cannot be called, as an optimizer that was made already.
+    """
+    if not callable(given):
+        raise TypeError(
+            "optimizer_class has to be a class, such as torch.optim.AdamW, not an object of type "
+            f"{type(given).__name__}; pass the class, and its options by their names"
+        )
+
+
+def check_optimizer(made: Any, num_groups: int) -> None:
+    """Make sure that what an optimizer class has made can be one rank's part of an optimizer.
+
+    Args:
+        made: what it has made.
+        num_groups: of how many groups.
+
+    Raises:
+        ValueError: if it is no `torch.optim.Optimizer`, or only says so.
+    """
+    kind = type(made).__name__
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer_class has to make a torch.optim.Optimizer, but it made a {kind}"
+        )
+    # A class that hands its parameters on to others may never have called the base class.
+    if not hasattr(made, "state") or len(made.param_groups) != num_groups:
+        raise ValueError(
+            f"{kind} does not keep state and groups as a torch.optim.Optimizer does, so nobody "
+            "knows what ranks would have to divide; use it unsharded, or pass the class that it "
+            "hands its parameters on to"
+        )
+
+
+def describe_options(groups: Groups) -> list[str]:
+    """One line per group for what ranks can compare of its options: numbers and words."""
+    return [
+        f"options of group {number}: "
+        + ", ".join(
+            f"{key}={_plain(value)}"
+            for key, value in sorted(group.items())
+            if key not in ("params", "param_names")
+        )
+        for number, group in enumerate(groups)
+    ]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist()) if value.numel() <= 8 else f"tensor{tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_plain, value))})"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    # Objects print their address, which differs between ranks that agree.
+    return type(value).__name__

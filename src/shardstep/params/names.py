@@ -1,0 +1,35 @@
+"""Names of parameters: without what wrappers put into them, and several of them in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""What torch.compile, activation checkpointing and FSDP put into names, at any depth."""
+
+
+def unwrapped_name(name: str) -> str:
+    """A name in a model without what wrappers of the model's parts put into it."""
+    for wrapper in _INSIDE:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def strip_wrapper_prefixes(names: Iterable[str], ddp: bool = True) -> list[str]:
+    """The names without what wrappers put into them.
+
+    Args:
+        names: all parameters' names: DDP stands before every one of them, or before none.
+        ddp: whether the module may have been wrapped in DDP.
+    """
+    found = [unwrapped_name(name) for name in names]
+    if ddp and all(name.startswith("module.") for name in found):
+        found = [name.removeprefix("module.") for name in found]
+    return found
+
+
+def shorten_list(names: Iterable[str]) -> str:
+    """The first few of these names, for a message."""
+    listed = list(names)
+    shown = ", ".join(map(repr, listed[:5]))
+    return shown if len(listed) <= 5 else f"{shown} and {len(listed) - 5} more"

@@ -1,1 +1,0 @@
-"""What people read: tables, progress and reports. All but `optimizer` needs `shardstep[cli]`."""

@@ -1,0 +1,183 @@
+"""A checkpoint written at any world size and layout goes on at any other, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from problems import difference, differing
+from ranks import run_ranks
+from torch import nn, optim
+
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer
+from shardstep import checkpoint as ckpt
+
+WORLD_SIZES = (1, 2, 3, 4)
+CASES: dict[str, tuple[type[optim.Optimizer], dict[str, Any], tuple[str, ...]]] = {
+    "AdamW": (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}, ("sliced", "whole")),
+    "SGD": (optim.SGD, {"lr": 0.05, "momentum": 0.9}, ("sliced", "whole")),
+    "Adafactor": (optim.Adafactor, {"lr": 0.01}, ("whole",)),
+}
+BEFORE, AFTER = range(3), range(3, 6)
+NO_MASTERS = MixedPrecision(master_dtype=None)
+
+
+class Net(nn.Module):
+    """Parameters of awkward shapes, memory formats and kinds; gradients are made by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.table = nn.Embedding(37, 24)
+        self.conv = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(24)
+        self.frozen = nn.Parameter(torch.randn(70), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(130))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(24, 37, bias=False)
+        self.head.weight = self.table.weight
+
+    def groups(self) -> list[dict[str, Any]]:
+        decayed = [(n, p) for n, p in self.named_parameters() if p.dim() > 1]
+        rest = [(n, p) for n, p in self.named_parameters() if p.dim() <= 1]
+        return [{"params": decayed}, {"params": rest, "lr": 0.002, "weight_decay": 0.0}]
+
+
+def take_steps(net: Net, opt: optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for name, param in net.named_parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            if param.requires_grad and name != "unused":
+                param.grad = torch.empty_like(param).copy_(noise)
+        opt.step()
+        opt.zero_grad()
+        for group in opt.param_groups:
+            group["lr"] *= 0.9
+        net.norm.running_mean.add_(step)
+
+
+def plain(case: str, steps: range) -> tuple[Net, optim.Optimizer]:
+    cls, options, _ = CASES[case]
+    net = Net()
+    opt = cls(net.groups(), **options)
+    take_steps(net, opt, steps)
+    return net, opt
+
+
+def sharded(case: str, layout: str, **options: Any) -> tuple[Net, ZeroRedundancyOptimizer]:
+    cls, defaults, _ = CASES[case]
+    net = Net()
+    return net, ZeroRedundancyOptimizer(
+        net.groups(), cls, layout=layout, bucket_bytes=1, **defaults, **options
+    )
+
+
+def folder(root: Path, case: str, world_size: int, layout: str) -> Path:
+    return root / f"{case}-{world_size}-{layout}"
+
+
+def write_all(root: Path, world_size: int) -> None:
+    for case, (_, _, layouts) in CASES.items():
+        for layout in layouts:
+            net, opt = sharded(case, layout)
+            take_steps(net, opt, BEFORE)
+            where = folder(root, case, world_size, layout)
+            ckpt.save(where, opt, net, {"step": 3, "seen": torch.arange(100)})
+
+
+def read_all(root: Path) -> list[str]:
+    failures = []
+    for case, (_, _, layouts) in CASES.items():
+        expected, reference = plain(case, range(BEFORE.start, AFTER.stop))
+        for source, (written, layout) in itertools.product(
+            WORLD_SIZES, itertools.product(layouts, layouts)
+        ):
+            net, opt = sharded(case, layout, parameters_as_bucket_view=written == "whole")
+            for tensor in net.state_dict().values():
+                tensor.zero_()
+            loaded = ckpt.load(folder(root, case, source, written), opt, net)
+            assert loaded.extra["step"] == 3
+            assert torch.equal(loaded.extra["seen"], torch.arange(100))
+            take_steps(net, opt, AFTER)
+            opt.consolidate_state_dict(to=0)
+            found = opt.state_dict() if opt.rank == 0 else reference.state_dict()
+            wrong = differing(list(expected.state_dict().values()), list(net.state_dict().values()))
+            wrong += differing(flattened(reference.state_dict()), flattened(found))
+            if wrong:
+                failures.append(f"{case} {source}:{written} -> {opt.world_size}:{layout}: {wrong}")
+    return failures
+
+
+def flattened(state_dict: dict[str, Any]) -> list[torch.Tensor]:
+    tensors = [
+        torch.as_tensor(value)
+        for _, state in sorted(state_dict["state"].items())
+        for _, value in sorted(state.items())
+    ]
+    return tensors + [torch.tensor(group["lr"]) for group in state_dict["param_groups"]]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
+    for world_size in WORLD_SIZES:
+        run_ranks(write_all, world_size, root, world_size)
+    return root
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_goes_on_at_any_world_size_and_layout(written: Path, world_size: int) -> None:
+    for failures in run_ranks(read_all, world_size, written):
+        assert not failures
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_goes_on_in_the_plain_optimizer(written: Path, case: str) -> None:
+    expected, _ = plain(case, range(BEFORE.start, AFTER.stop))
+    for world_size, layout in itertools.product(WORLD_SIZES, CASES[case][2]):
+        where = folder(written, case, world_size, layout)
+        net, opt = plain(case, range(0))
+        net.load_state_dict(ckpt.weights(where))
+        opt.load_state_dict(ckpt.state_dict(where))
+        take_steps(net, opt, AFTER)
+        assert not differing(
+            list(expected.state_dict().values()), list(net.state_dict().values())
+        ), where
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("cls", [optim.NAdam, optim.ASGD])
+def test_scalars_go_on_in_their_own_dtype(tmp_path: Path, cls: Any, dtype: torch.dtype) -> None:
+    """They have torch's scalar dtype whatever the parameter's, and torch's own load casts them."""
+
+    def started() -> tuple[nn.Parameter, ZeroRedundancyOptimizer]:
+        weight = nn.Parameter(torch.linspace(-1, 1, 90).to(dtype))
+        opt = ZeroRedundancyOptimizer([("weight", weight)], cls, precision=NO_MASTERS, lr=0.013)
+        return weight, opt
+
+    def train(weight: nn.Parameter, opt: optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            weight.grad = torch.randn(90, generator=generator).to(dtype)
+            opt.step()
+
+    straight, straight_opt = started()
+    train(straight, straight_opt, BEFORE)
+    model = nn.ParameterDict({"weight": straight})
+    path = ckpt.save(tmp_path / "one", straight_opt, model)
+    weight, opt = started()
+    ckpt.load(path, opt, nn.ParameterDict({"weight": weight}))
+    again, again_opt = started()
+    again.data.copy_(straight)
+    again_opt.load_state_dict(straight_opt.state_dict())
+    saved = straight_opt.state_dict()
+    assert difference(saved, opt.state_dict()) is None
+    assert difference(saved, again_opt.state_dict()) is None
+    for each, its in ((straight, straight_opt), (weight, opt), (again, again_opt)):
+        train(each, its, AFTER)
+    torch.testing.assert_close(weight, straight, rtol=0, atol=0)
+    torch.testing.assert_close(again, straight, rtol=0, atol=0)

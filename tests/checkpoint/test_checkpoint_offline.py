@@ -1,0 +1,808 @@
+"""Checkpoints in one process: cut anew, taken to other programs' formats and back, and checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from problems import differing
+from ranks import run_ranks
+from test_checkpoint import AFTER, BEFORE, CASES, Net, flattened, plain, sharded, take_steps
+from torch import optim
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
+
+from shardstep import ZeroRedundancyOptimizer
+from shardstep import checkpoint as ckpt
+from shardstep.checkpoint import safetensors
+from shardstep.checkpoint import staging as folder
+from shardstep.checkpoint.safetensors import Streamed
+from shardstep.comm import SoloComm
+
+WRITTEN = (("AdamW", "sliced", 3), ("SGD", "whole", 2), ("Adafactor", "whole", 3))
+RANKS = (1, 2, 3)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values are the same to the bit, in structure, types, shapes and strides."""
+    if isinstance(a, torch.Tensor):
+        same = (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        return same and not differing([a], [b])
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def save_one(root: Path, case: str, layout: str, where: str) -> None:
+    net, opt = sharded(case, layout)
+    take_steps(net, opt, BEFORE)
+    ckpt.save(root / where, opt, net, {"step": 3, "seen": torch.arange(100), "pair": (1, None)})
+
+
+def save_all(root: Path, world_size: int) -> None:
+    for case, (_, _, layouts) in CASES.items():
+        for layout in layouts:
+            save_one(root, case, layout, f"{case}-{layout}-{world_size}")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    for world_size in RANKS:
+        run_ranks(save_all, world_size, root, world_size)
+    return root
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    save_one(tmp_path, "AdamW", "sliced", "small")
+    return tmp_path / "small"
+
+
+def digests(path: Path, *kinds: str) -> dict[str, str]:
+    files = folder.read_manifest(path).files
+    return {name: each.sha256 for name, each in files.items() if name.startswith(kinds)}
+
+
+def contents_of(path: Path) -> tuple[Any, Any, Any]:
+    return ckpt.state_dict(path), ckpt.weights(path), ckpt.load(path).extra
+
+
+# ------------------------------------------------------------------------------------ reshard
+
+
+@pytest.mark.parametrize(("case", "layout", "world_size"), WRITTEN)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_resharding_writes_the_files_that_those_ranks_would_have_written(
+    saved: Path, tmp_path: Path, case: str, layout: str, world_size: int, ranks: int
+) -> None:
+    original = saved / f"{case}-{layout}-{world_size}"
+    made = ckpt.reshard(original, tmp_path / "made", ranks, layout)
+    ckpt.verify(made)
+    assert equal(contents_of(made), contents_of(original))
+    expected = saved / f"{case}-{layout}-{ranks}"
+    assert digests(made, "optimizer", "extra") == digests(expected, "optimizer", "extra")
+    weights = digests(made, "model-" if ranks > 1 else "model.safetensors")
+    assert len(weights) == ranks
+
+
+@contextmanager
+def noting_files() -> Iterator[list[str]]:
+    """Which files with tensors are opened meanwhile."""
+    opened: list[str] = []
+    original = safetensors.File.__init__
+
+    def noting(self: safetensors.File, path: Path) -> None:
+        opened.append(path.name)
+        original(self, path)
+
+    with mock.patch.object(safetensors.File, "__init__", noting):
+        yield opened
+
+
+def read_resharded(paths: list[tuple[str, str, Path]]) -> list[str]:
+    failures = []
+    for case, layout, path in paths:
+        net, opt = sharded(case, layout)
+        with noting_files() as opened:
+            ckpt.load(path, opt, net)
+        number = f"-{opt.rank + 1:05}-of-{opt.world_size:05}"
+        mine = {f"{kind}{number}.safetensors" for kind in ("model", "optimizer")}
+        if set(opened) != mine | {"extra.safetensors"}:
+            failures.append(f"rank {opt.rank} read {opened}")
+        take_steps(net, opt, AFTER)
+        expected, _ = plain(case, range(BEFORE.start, AFTER.stop))
+        if differing(list(expected.state_dict().values()), list(net.state_dict().values())):
+            failures.append(f"{path}: goes on differently")
+    return failures
+
+
+def test_ranks_that_it_was_cut_for_read_one_file_each_and_go_on(
+    saved: Path, tmp_path: Path
+) -> None:
+    paths = []
+    for case, layout, world_size in WRITTEN:
+        original = saved / f"{case}-{layout}-{world_size}"
+        paths.append((case, layout, ckpt.reshard(original, tmp_path / case, 2)))
+        if layout == "whole" and case == "SGD":  # cut as its class is by default
+            paths[-1] = (case, "sliced", paths[-1][2])
+    for failures in run_ranks(read_resharded, 2, paths):
+        assert not failures
+
+
+def test_the_first_maker_of_a_resharded_checkpoint_is_remembered(
+    small: Path, tmp_path: Path
+) -> None:
+    once = ckpt.reshard(small, tmp_path / "once", 3)
+    twice = ckpt.reshard(once, tmp_path / "twice", 2)
+    made_by = ckpt.summary(twice)["made_by"]
+    assert made_by["world_size"] == 2
+    assert made_by["cut_from"] == ckpt.summary(small)["made_by"]
+
+
+def test_one_rank_s_weights_are_one_file_and_several_ranks_have_an_index(
+    small: Path, tmp_path: Path
+) -> None:
+    alone = ckpt.reshard(small, tmp_path / "alone", 1)
+    assert set(digests(alone, "model")) == {"model.safetensors"}
+    several = ckpt.reshard(small, tmp_path / "several", 2)
+    index = json.loads((several / "model.safetensors.index.json").read_text())
+    found = {}
+    for name, file in index["weight_map"].items():
+        found[name] = read_plainly(several / file)[name]
+    tensors = {k: v.contiguous() for k, v in ckpt.weights(small).items() if k != "head.weight"}
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_damage_is_not_given_a_new_digest(small: Path, tmp_path: Path) -> None:
+    flip(small / "optimizer.safetensors")
+    with pytest.raises(ckpt.CheckpointError, match=r"optimizer\.safetensors"):
+        ckpt.reshard(small, tmp_path / "made", 2)
+    assert sorted(os.listdir(tmp_path)) == ["small"]
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda path, out: ckpt.reshard(path, out, 2),
+        lambda path, out: ckpt.export(path, out),
+        lambda path, out: ckpt.export(path, out, "safetensors"),
+    ],
+    ids=["reshard", "torch", "safetensors"],
+)
+class TestWhatIsWritten:
+    """It is complete or not there."""
+
+    def test_is_not_there_if_a_read_fails_midway(
+        self,
+        act: Callable[[Path, Path], Any],
+        small: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        read, reads = safetensors.File.read, [0]
+
+        def fails_at_the_fifth(*args: Any) -> None:
+            reads[0] += 1
+            if reads[0] == 5:
+                raise OSError("the disk is gone")
+            read(*args)
+
+        monkeypatch.setattr(safetensors.File, "read", fails_at_the_fifth)
+        with pytest.raises(OSError, match="the disk is gone"):
+            act(small, tmp_path / "made")
+        assert os.listdir(tmp_path) == ["small"]
+
+    def test_never_takes_the_place_of_something(
+        self, act: Callable[[Path, Path], Any], small: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "made").write_text("mine")
+        with pytest.raises(FileExistsError):
+            act(small, tmp_path / "made")
+        assert (tmp_path / "made").read_text() == "mine"
+        assert sorted(os.listdir(tmp_path)) == ["made", "small"]
+
+
+MEASURE = """
+    import os, sys, threading, time
+    import torch
+    from shardstep import checkpoint as ckpt
+
+    def held():  # all that is resident, and what of it is the process's own and no file's
+        text = open("/proc/self/status").read()
+        return [int(text.partition(key)[2].split()[0]) * 1024 for key in ("VmRSS:", "RssAnon:")]
+
+    def peak(act, *args):
+        most = before = held()
+        thread = threading.Thread(target=act, args=args)
+        thread.start()
+        while thread.is_alive():
+            most = list(map(max, most, held()))
+            time.sleep(0.001)
+        return most[0] - before[0], most[1] - before[1]
+
+    os.chdir(sys.argv[1])
+    torch.save({"warm": torch.zeros(1)}, "warm")
+    print(*peak(ckpt.reshard, "large", "cut", 3))
+    print(*peak(ckpt.reshard, "cut", "again", 1))
+    print(*peak(ckpt.export, "cut", "torch"))
+    print(*peak(ckpt.export, "cut", "safetensors", "safetensors"))
+    print(*peak(ckpt.import_file, "torch", "imported"))
+    print(*peak(ckpt.verify, "large"))
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    # 200 MB: a matrix of 64 MiB, and its optimizer's state of two more.
+    net = torch.nn.Linear(4096, 4096, bias=False)
+    opt = optim.AdamW(net.parameters())
+    for key in ("exp_avg", "exp_avg_sq"):
+        opt.state[net.weight][key] = torch.rand(4096, 4096)
+    opt.state[net.weight]["step"] = torch.tensor(1.0)
+    large = ckpt.import_state_dict(
+        tmp_path / "large", opt.state_dict(), net.state_dict(), names=["weight"]
+    )
+    assert sum(file.stat().st_size for file in large.iterdir()) > 200 * 10**6
+    script = [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path)]
+    done = subprocess.run(script, check=True, capture_output=True, text=True, timeout=100)
+    peaks = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(peaks) == 6
+    # Two chunks of 16 MiB, and what torch and Python need to import and to list things.
+    bound = 60 * 2**20
+    cut, again, exported, weights, imported, verified = peaks
+    assert max(all_of_it for all_of_it, _ in (cut, again, weights, verified)) < bound
+    # In files that are mapped: a tensor, and what is imported, which the system may drop.
+    assert exported[0] < bound + net.weight.nbytes
+    assert max(exported[1], imported[1]) < bound
+    assert digests(tmp_path / "again", "optimizer", "model") == digests(large, "optimizer", "model")
+    assert digests(tmp_path / "imported", "model") == digests(large, "model")
+    assert digests(tmp_path / "imported", "optimizer") == digests(large, "optimizer")
+
+
+# -------------------------------------------------------------------------------------- export
+
+
+@pytest.mark.parametrize(("case", "layout", "world_size"), WRITTEN)
+def test_a_torch_file_has_what_the_plain_optimizer_would_have_saved(
+    saved: Path, tmp_path: Path, case: str, layout: str, world_size: int
+) -> None:
+    out = ckpt.export(saved / f"{case}-{layout}-{world_size}", tmp_path / "all.pt")
+    loaded = torch.load(out, weights_only=True)
+    net, opt = plain(case, BEFORE)
+    assert list(loaded) == ["model", "optimizer", "extra"]
+    assert loaded["extra"].keys() == {"step", "seen", "pair"}
+    assert loaded["extra"]["pair"] == (1, None)
+    expected = opt.state_dict()
+    assert equal(loaded["optimizer"]["state"], expected["state"])
+    for ours, theirs in zip(
+        loaded["optimizer"]["param_groups"], expected["param_groups"], strict=True
+    ):
+        assert ours == theirs
+    fresh, again = plain(case, range(0))
+    fresh.load_state_dict(loaded["model"])
+    again.load_state_dict(loaded["optimizer"])
+    for model, optimizer in ((net, opt), (fresh, again)):
+        take_steps(model, optimizer, AFTER)
+    assert not differing(list(net.state_dict().values()), list(fresh.state_dict().values()))
+
+
+def test_parts_are_the_state_dicts_themselves(small: Path, tmp_path: Path) -> None:
+    model = torch.load(ckpt.export(small, tmp_path / "m.pt", part="model"), weights_only=True)
+    assert equal(model, ckpt.weights(small))
+    assert model["head.weight"].data_ptr() == model["table.weight"].data_ptr()
+    optimizer = ckpt.export(small, tmp_path / "o.pt", part="optimizer")
+    assert equal(torch.load(optimizer, weights_only=True), ckpt.state_dict(small))
+
+
+def test_tensors_in_a_torch_file_do_not_keep_each_other_alive(small: Path, tmp_path: Path) -> None:
+    loaded = torch.load(ckpt.export(small, tmp_path / "all.pt"), weights_only=True)
+    for tensor in flattened(loaded["optimizer"]):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_names_are_as_torch_s_own_full_state_dicts_have_them(small: Path, tmp_path: Path) -> None:
+    out = ckpt.export(small, tmp_path / "named.pt", "torch-named", part="optimizer")
+    loaded = torch.load(out, weights_only=True)
+    net, opt = plain("AdamW", BEFORE)
+    expected = get_optimizer_state_dict(net, opt)
+    assert loaded.keys() == expected.keys()
+    # Theirs has empty state for a parameter that has none.
+    known = {name: state for name, state in expected["state"].items() if state}
+    assert equal(loaded["state"], known)
+    for ours, theirs in zip(loaded["param_groups"], expected["param_groups"], strict=True):
+        assert ours == {key: value for key, value in theirs.items() if key != "param_names"}
+
+
+def save_without_names(path: Path) -> None:
+    net = Net()
+    opt = optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    take_steps(net, opt, BEFORE)
+    state = opt.state_dict()
+    # The frozen and the unused one have no state, and so no shape that anybody could know.
+    params = [key for key in state["param_groups"][0]["params"] if key in state["state"]]
+    state["param_groups"][0]["params"] = params
+    ckpt.import_state_dict(path, state)
+
+
+def test_names_that_are_not_known_cannot_be_exported(tmp_path: Path) -> None:
+    save_without_names(tmp_path / "numbers")
+    with pytest.raises(ckpt.CheckpointError, match="have no names"):
+        ckpt.export(tmp_path / "numbers", tmp_path / "out", "torch-named")
+    assert os.listdir(tmp_path) == ["numbers"]
+
+
+def read_plainly(path: Path) -> dict[str, torch.Tensor]:
+    """A safetensors file as its specification says it is to be read, and no more."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    dtypes = {"F32": torch.float32, "I64": torch.int64}
+    found = {}
+    for name, entry in header.items():
+        start, stop = (8 + length + each for each in entry["data_offsets"])
+        raw = torch.frombuffer(bytearray(data[start:stop]), dtype=dtypes[entry["dtype"]])
+        found[name] = raw.view(entry["shape"])
+    return found
+
+
+@pytest.mark.parametrize("limit", [10**9, 4000])
+def test_weights_are_in_files_as_hugging_face_has_them(
+    small: Path, tmp_path: Path, limit: int
+) -> None:
+    out = ckpt.export(small, tmp_path / "hf", "safetensors", max_shard_nbytes=limit)
+    names = sorted(os.listdir(out))
+    if limit > 10**6:
+        assert names == ["model.safetensors"]
+    else:
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        files = sorted(set(index["weight_map"].values()))
+        assert len(files) > 2
+        assert names == [*files, "model.safetensors.index.json"]
+        for name, file in index["weight_map"].items():
+            assert name in read_plainly(out / file)
+        for file in files:
+            tensors = read_plainly(out / file)
+            assert len(tensors) == 1 or sum(each.nbytes for each in tensors.values()) <= limit
+    found = {}
+    for name in names:
+        if name.endswith(".safetensors"):
+            found |= read_plainly(out / name)
+    expected = ckpt.weights(small)
+    expected.pop("head.weight")  # the same tensor as table.weight: once in the file
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_dtype_that_safetensors_cannot_name_is_refused(tmp_path: Path) -> None:
+    model = {"wave": torch.zeros(20, dtype=torch.complex64)}
+    path = ckpt.import_state_dict(tmp_path / "complex", model=model)
+    assert equal(ckpt.weights(path), model)
+    with pytest.raises(ckpt.CheckpointError, match=r"'wave' is torch\.complex64"):
+        ckpt.export(path, tmp_path / "hf", "safetensors")
+
+
+@pytest.mark.parametrize("to", ["torch", "torch-named"])
+def test_what_torch_does_not_read_is_refused(tmp_path: Path, to: Any) -> None:
+    net, opt = sharded("AdamW", "sliced")
+    extra = {"losses": [deque([1.0], maxlen=9)]}
+    path = ckpt.save(tmp_path / "deque", opt, net, extra)
+    with pytest.raises(ckpt.CheckpointError, match=r"extra has a deque at 'losses\.0'"):
+        ckpt.export(path, tmp_path / "all.pt", to)
+    assert os.listdir(tmp_path) == ["deque"]
+    torch.load(ckpt.export(path, tmp_path / "model.pt", to, part="model"), weights_only=True)
+    torch.load(ckpt.export(path, tmp_path / "opt.pt", to, part="optimizer"), weights_only=True)
+
+
+def test_what_is_not_in_the_checkpoint_is_missed_before_anything_is_made(tmp_path: Path) -> None:
+    path = ckpt.import_state_dict(tmp_path / "weights", model={"a": torch.ones(40)})
+    with pytest.raises(ckpt.CheckpointError, match="no optimizer"):
+        ckpt.export(path, tmp_path / "out", part="optimizer")
+    save_without_names(tmp_path / "state")
+    with pytest.raises(ckpt.CheckpointError, match="no model"):
+        ckpt.export(tmp_path / "state", tmp_path / "out", "safetensors")
+    assert sorted(os.listdir(tmp_path)) == ["state", "weights"]
+
+
+# -------------------------------------------------------------------------------------- import
+
+
+def wrapped(value: dict[str, Any]) -> dict[str, Any]:
+    return {f"module._orig_mod.{name}": each for name, each in value.items()}
+
+
+def unnamed(state_dict: dict[str, Any]) -> dict[str, Any]:
+    groups = [
+        {k: v for k, v in group.items() if k != "param_names"}
+        for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+def goes_on_after(paths: list[Path]) -> list[str]:
+    failures = []
+    expected, _ = plain("AdamW", range(BEFORE.start, AFTER.stop))
+    for path in paths:
+        net, opt = sharded("AdamW", "sliced")
+        with_model = ckpt.summary(path)["model"] is not None
+        if not with_model:
+            net.load_state_dict(plain("AdamW", BEFORE)[0].state_dict())
+        loaded = ckpt.load(path, opt, net if with_model else None)
+        if with_model and loaded.extra != {"epoch": 7}:
+            failures.append(f"{path}: extra is {loaded.extra}")
+        take_steps(net, opt, AFTER)
+        if differing(list(expected.state_dict().values()), list(net.state_dict().values())):
+            failures.append(f"{path.name} goes on differently")
+    return failures
+
+
+def test_checkpoints_of_other_programs_go_on_to_the_bit(tmp_path: Path) -> None:
+    net, opt = plain("AdamW", BEFORE)
+    model, optimizer = net.state_dict(), opt.state_dict()
+    names = [name for group in net.groups() for name, _ in group["params"]]
+    assert "param_names" in optimizer["param_groups"][0]
+    files: dict[str, tuple[Any, dict[str, Any]]] = {
+        "ddp": ({"model": wrapped(model), "optimizer": optimizer, "epoch": 7}, {}),
+        "lightning": (
+            {"state_dict": model, "optimizer_states": [optimizer], "epoch": 7},
+            {"optimizer_class": "AdamW"},
+        ),
+        "keys": (
+            {"net": model, "adam": unnamed(optimizer), "epoch": 7},
+            {"model_key": "net", "optimizer_key": "adam", "names": names},
+        ),
+        "named": (
+            {"model": model, "optim": get_optimizer_state_dict(net, opt), "epoch": 7},
+            {"optimizer_class": "torch.optim.adamw.AdamW"},
+        ),
+    }
+    paths = []
+    for name, (value, options) in files.items():
+        torch.save(value, tmp_path / f"{name}.pt")
+        paths.append(ckpt.import_file(tmp_path / f"{name}.pt", tmp_path / name, **options))
+        ckpt.verify(paths[-1])
+    # What was exported comes back.
+    exported = ckpt.export(paths[0], tmp_path / "exported.pt")
+    paths.append(ckpt.import_file(exported, tmp_path / "again"))
+    for failures in run_ranks(goes_on_after, 2, paths):
+        assert not failures
+
+
+def consolidate_upstream(path: Path) -> None:
+    net = Net()
+    params = [p for n, p in net.named_parameters() if p.requires_grad and n != "unused"]
+    opt = Upstream(params, optim.AdamW, lr=0.01)
+    take_steps(net, opt, BEFORE)
+    opt.consolidate_state_dict(0)
+    if opt.rank == 0:
+        torch.save(opt.state_dict(), path / "upstream.pt")
+        ckpt.import_file(path / "upstream.pt", path / "upstream", optimizer_class="AdamW")
+    torch.distributed.barrier()
+    again = Net()
+    again.load_state_dict(net.state_dict())
+    ours = [p for n, p in again.named_parameters() if p.requires_grad and n != "unused"]
+    mine = ZeroRedundancyOptimizer(ours, optim.AdamW, lr=0.5)
+    ckpt.load(path / "upstream", mine)
+    for model, optimizer in ((net, opt), (again, mine)):
+        take_steps(model, optimizer, AFTER)
+    assert not differing(list(net.state_dict().values()), list(again.state_dict().values()))
+
+
+def test_what_torch_s_own_class_consolidated_goes_on_here(tmp_path: Path) -> None:
+    run_ranks(consolidate_upstream, 2, tmp_path)
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_weights_from_hugging_face_s_folders_load(small: Path, tmp_path: Path, links: bool) -> None:
+    source = ckpt.export(small, tmp_path / "hf", "safetensors", max_shard_nbytes=4000)
+    if links:  # as in its download cache
+        (tmp_path / "cache").mkdir()
+        for file in source.iterdir():
+            (tmp_path / "cache" / file.name).symlink_to(file)
+        source = tmp_path / "cache"
+    made = ckpt.import_file(source, tmp_path / "made")
+    net = Net()
+    for tensor in net.state_dict().values():
+        tensor.zero_()
+    ckpt.load(made, model=net)
+    assert not differing(
+        list(net.state_dict().values()), list(plain("AdamW", BEFORE)[0].state_dict().values())
+    )
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("exploded",)
+
+
+def test_no_code_runs_on_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {"a": torch.ones(2)}, "bomb": Bomb()}, tmp_path / "bomb.pt")
+    with pytest.raises(ckpt.CheckpointError, match="could run any code"):
+        ckpt.import_file(tmp_path / "bomb.pt", tmp_path / "made")
+    assert os.listdir(tmp_path) == ["bomb.pt"]
+
+
+def test_files_from_before_torch_1_6_are_read_too(tmp_path: Path) -> None:
+    model = {"a": torch.arange(40.0)}
+    torch.save(model, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert equal(ckpt.weights(ckpt.import_file(tmp_path / "old.pt", tmp_path / "made")), model)
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "said"),
+    [
+        ([1, 2], {}, "has a list in it"),
+        ({"epoch": 3, "lr": 0.1}, {}, "neither a model nor an optimizer was found.*'epoch', 'lr'"),
+        ({"model": {"a": torch.ones(2)}}, {"model_key": "net"}, "has no 'net'; it has 'model'"),
+        ({"model": 3, "optimizer": {}}, {}, "'model' is a int, not a state dict"),
+        ({"optimizer": {"state": 3}}, {}, "not the state dict of an optimizer"),
+        (
+            {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+            {},
+            "shape of parameter 'param 0' cannot be told from its state, since it has none",
+        ),
+        (
+            {
+                "state": {0: {"row": torch.ones(3, 1), "col": torch.ones(1, 4)}},
+                "param_groups": [{"params": [0]}],
+            },
+            {},
+            "shape of parameter 'param 0' cannot be told from its state; give the model",
+        ),
+        (
+            {"state": {7: {"m": torch.ones(3)}}, "param_groups": [{"params": []}]},
+            {},
+            "has state for .7., which no group has",
+        ),
+        (
+            {"state": {0: torch.ones(3)}, "param_groups": [{"params": [0]}]},
+            {},
+            "state of parameter 'param 0' is a Tensor, and not a dict",
+        ),
+        (
+            {"state": {}, "param_groups": [], "masters": [1]},
+            {},
+            "'masters' of the optimizer's state dict are not tensors",
+        ),
+        (
+            {"state": {}, "param_groups": [], "rounding_step": "x"},
+            {},
+            "'rounding_step' of the optimizer's state dict is 'x'",
+        ),
+        (
+            {"state": {}, "param_groups": [{"params": [0]}]},
+            {"names": ["a", "b"]},
+            "2 names were given for the 1 parameters",
+        ),
+        (
+            {"state": {}, "param_groups": [{"params": ["module.a", "module._orig_mod.a"]}]},
+            {},
+            "two parameters of the optimizer have the same name",
+        ),
+        (
+            {"state": {}, "param_groups": [{"params": []}]},
+            {"optimizer_class": "Adamw"},
+            "torch.optim has no class 'Adamw'",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_taken_is_named_with_the_reason(
+    tmp_path: Path, value: Any, options: dict[str, Any], said: str
+) -> None:
+    torch.save(value, tmp_path / "file.pt")
+    with pytest.raises(ckpt.CheckpointError, match=said):
+        ckpt.import_file(tmp_path / "file.pt", tmp_path / "made", **options)
+    assert os.listdir(tmp_path) == ["file.pt"]
+
+
+@pytest.mark.parametrize("name", ["empty.pt", "text.pt", "text.safetensors"])
+def test_a_file_of_another_kind_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("" if name == "empty.pt" else "something else altogether")
+    with pytest.raises(ckpt.CheckpointError, match=name):
+        ckpt.import_file(tmp_path / name, tmp_path / "made")
+
+
+def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    index = {"weight_map": {"a": "../secret.safetensors"}}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ckpt.CheckpointError, match="leads out of the folder"):
+        ckpt.import_file(tmp_path / "hf", tmp_path / "made")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "one.safetensors", "b": "two.safetensors"}, "'a' is in one.safetensors too"),
+        ({"c": "one.safetensors"}, "one.safetensors: there should be a tensor 'c'"),
+        ({"b": "three.safetensors"}, "the same name without wrappers"),
+    ],
+)
+def test_no_tensor_is_taken_for_another(
+    tmp_path: Path, weight_map: dict[str, str], message: str
+) -> None:
+    (tmp_path / "hf").mkdir()
+    a, b = torch.zeros(2), torch.ones(2)
+    safetensors.write(tmp_path / "hf" / "one.safetensors", {"a": a})
+    safetensors.write(tmp_path / "hf" / "two.safetensors", {"a": b, "b": b})
+    safetensors.write(tmp_path / "hf" / "three.safetensors", {"b": a, "_orig_mod.b": b})
+    index = {"weight_map": weight_map}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ckpt.CheckpointError, match=message):
+        ckpt.import_file(tmp_path / "hf", tmp_path / "made")
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_a_module_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
+    model = {"module.weight": torch.ones(20), "head.weight": torch.ones(20, 2)}
+    assert equal(ckpt.weights(ckpt.import_state_dict(tmp_path / "made", model=model)), model)
+
+
+def test_scalars_and_empty_tensors_are_imported(tmp_path: Path) -> None:
+    net = torch.nn.ParameterList([torch.ones(()), torch.ones(1), torch.ones(0, 3)])
+    opt = optim.AdamW(net.parameters())
+    for param in net:
+        param.grad = torch.ones_like(param)
+    opt.step()
+    path = ckpt.import_state_dict(tmp_path / "made", opt.state_dict())
+    assert equal(ckpt.state_dict(path)["state"], opt.state_dict()["state"])
+    assert equal(ckpt.state_dict(ckpt.reshard(path, tmp_path / "cut", 2)), ckpt.state_dict(path))
+
+
+# -------------------------------------------------------------------------------------- verify
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def forge(path: Path, change: Callable[[Any], None]) -> None:
+    """Change what a checkpoint says it holds, and make all digests right again."""
+    said = json.loads((path / "contents.json").read_text())
+    change(said)
+    (path / "contents.json").write_text(json.dumps(said))
+    files = {file.name: safetensors.digest_of(file) for file in path.iterdir()}
+    del files[folder.MANIFEST]
+    (path / folder.MANIFEST).unlink()
+    os.rename(path, path.parent / "forged")
+    staging = folder.Staging(path)
+    for file in (path.parent / "forged").iterdir():
+        os.rename(file, staging.path / file.name)
+    os.rmdir(path.parent / "forged")
+    staging.commit(files)
+
+
+def test_verify_names_the_file_that_was_changed(small: Path) -> None:
+    assert ckpt.verify(small)[1] == len(ckpt.summary(small, tensors=True)["tensors"])
+    flip(small / "model.safetensors")
+    with pytest.raises(ckpt.CheckpointError, match=r"model\.safetensors: does not match"):
+        ckpt.verify(small)
+
+
+def test_verify_finds_a_file_that_belongs_to_another_checkpoint(small: Path) -> None:
+    def renamed(said: Any) -> None:
+        said["model"]["tensors"]["scale"]["chunks"][0][1] = "other"
+
+    forge(small, renamed)
+    with pytest.raises(ckpt.CheckpointError, match=r"model\.safetensors.*'scale'.*'other'"):
+        ckpt.verify(small)
+
+
+def test_verify_finds_a_tensor_of_another_form(small: Path) -> None:
+    def reshaped(said: Any) -> None:
+        said["model"]["tensors"]["unused"]["dtype"] = "int32"
+
+    forge(small, reshaped)
+    with pytest.raises(ckpt.CheckpointError, match=r"float32 of shape .130,. there, but should be"):
+        ckpt.verify(small)
+
+
+def test_chunks_that_overlap_and_leave_a_gap_are_refused(tmp_path: Path) -> None:
+    state = {
+        "state": {0: {"momentum_buffer": torch.ones(128, 64)}},
+        "param_groups": [{"params": [0]}],
+    }
+    whole = ckpt.import_state_dict(tmp_path / "whole", state, optimizer_class="SGD")
+    path = ckpt.reshard(whole, tmp_path / "cut", 2)
+
+    def twice(said: Any) -> None:
+        (stored,) = said["optimizer"]["params"][0]["state"]["stored"].values()
+        (_, _, first, size), (_, _, second, same) = stored["chunks"]
+        assert (first, second) == ([0, 0], [64, 0])
+        assert size == same
+        # As many elements as before and every chunk in its file, but nobody has the second half.
+        second[0] = 0
+
+    forge(path, twice)
+    for read in (ckpt.verify, ckpt.state_dict):
+        with pytest.raises(ckpt.CheckpointError, match=r"shape \(128, 64\) overlap"):
+            read(path)
+
+
+# -------------------------------------------------------------------------------- small things
+
+
+def test_a_tensor_is_written_as_it_is_read_in_whatever_stretches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {
+        "cube": torch.randn(5, 7, 11),
+        "row": torch.randn(1, 97),
+        "scalar": torch.tensor(2.5),
+        "none": torch.empty(0, 3),
+        "bytes": torch.arange(100, dtype=torch.uint8),
+    }
+    safetensors.write(tmp_path / "at-once", tensors)
+    monkeypatch.setattr(safetensors, "CHUNK_NBYTES", 52)
+
+    def streamed(tensor: torch.Tensor) -> Streamed:
+        def read(box: Any, target: torch.Tensor) -> None:
+            assert target.nbytes <= 52
+            assert target.is_contiguous()
+            target.copy_(tensor[tuple(map(lambda o, s: slice(o, o + s), box.offsets, box.sizes))])
+
+        return Streamed(tensor.dtype, tuple(tensor.shape), read)
+
+    told: list[int] = []
+    sources = {name: streamed(tensor) for name, tensor in tensors.items()}
+    digest = safetensors.write(tmp_path / "streamed", sources, progress=told.append)
+    assert (tmp_path / "streamed").read_bytes() == (tmp_path / "at-once").read_bytes()
+    assert digest == safetensors.digest_of(tmp_path / "at-once")
+    assert sum(told) == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_save_goes_on_when_another_s_folder_is_gone_at_a_second_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".other.saving").mkdir()
+
+    def gone(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def patched(folder: Any) -> Any:
+            if Path(folder).name == ".other.saving" and Path(folder).exists():
+                os.rename(folder, tmp_path / "other")
+            return look(folder)
+
+        return patched
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, gone(getattr(os, name)))
+    ckpt.save(tmp_path / "mine", extra=1)
+    assert sorted(os.listdir(tmp_path)) == ["mine", "other"]
+
+
+def test_what_a_killed_export_left_is_cleared_away(small: Path, tmp_path: Path) -> None:
+    left = tmp_path / ".out.pt.saving"
+    left.mkdir()
+    (left / "export.pt").write_text("half")
+    os.utime(left, (0, 0))
+    assert [each["under_way"] for each in ckpt.listing(tmp_path)["unfinished"]] == [False]
+    ckpt.export(small, tmp_path / "out.pt")
+    assert sorted(os.listdir(tmp_path)) == ["out.pt", "small"]
+
+
+def test_a_process_group_is_not_needed_and_not_used(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+    monkeypatch.setattr(SoloComm, "send", lambda *_: used.append("send"))
+    ckpt.reshard(small, tmp_path / "made", 4)
+    assert not torch.distributed.is_initialized()
+    assert not used

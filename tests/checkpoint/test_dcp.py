@@ -1,0 +1,739 @@
+"""An optimizer is saved and loaded by `torch.distributed.checkpoint` as it lies, and loads at any
+world size, in any layout and on torch's own side; nothing but a complete load changes it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from problems import LAYOUTS, Case, copies, difference, differing, make_groups, set_gradients, train
+from ranks import raises_on_every_rank, run_ranks
+from torch import nn, optim
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shardstep import ZeroRedundancyOptimizer
+from shardstep.checkpoint import Sharded
+from shardstep.checkpoint.dcp.stand_in import StandIn
+from shardstep.plan import Interval, ParamSpec
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+ADAMW = Case(optim.AdamW)
+MOMENTUM = Case(optim.SGD, {"momentum": 0.9, "dampening": 0.3})
+ADAFACTOR = Case(optim.Adafactor)
+SAVED = [
+    *((case, layout) for case in (ADAMW, MOMENTUM) for layout in LAYOUTS),
+    (ADAFACTOR, "whole"),
+]
+
+
+class Net(nn.Module):
+    """Parameters of many forms: channels-last, empty, of one element, frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(53, 17)
+            self.conv = nn.Conv2d(5, 7, 3)
+            self.inner = nn.Sequential(nn.Linear(17, 40), nn.Linear(40, 33))
+            self.scale = nn.Parameter(torch.randn(()))
+            self.frozen = nn.Parameter(torch.randn(9, 4), requires_grad=False)
+            self.long = nn.Parameter(torch.randn(1009))
+        self.conv.to(memory_format=torch.channels_last)
+
+
+def named(case: Case, module: nn.Module) -> list[dict[str, Any]]:
+    """Three groups of named parameters."""
+    pairs = list(module.named_parameters())
+    groups = make_groups([param for _, param in pairs], case.optimizer_class)
+    name_of = {param: name for name, param in pairs}
+    return [{**g, "params": [(name_of[p], p) for p in g["params"]]} for g in groups]
+
+
+def zero(case: Case, **options: Any) -> tuple[Net, ZeroRedundancyOptimizer]:
+    net = Net()
+    opt = ZeroRedundancyOptimizer(
+        named(case, net), case.optimizer_class, **options, **case.fresh_options()
+    )
+    return net, opt
+
+
+def plain(case: Case, module: nn.Module | None = None) -> tuple[nn.Module, Optimizer]:
+    net = Net() if module is None else module
+    return net, case.optimizer_class(named(case, net), **case.fresh_options())
+
+
+def advance(opt: Any, net: nn.Module, steps: range, missing: bool = True) -> list[torch.Tensor]:
+    """Take steps with gradients that depend on the step alone."""
+    return train(opt, list(net.parameters()), steps, missing=missing)
+
+
+def unbroken(case: Case, steps: int = 6, missing: bool = True) -> list[torch.Tensor]:
+    """The parameters of the unsharded optimizer that was never saved or loaded."""
+    net, opt = plain(case)
+    return advance(opt, net, range(steps), missing)
+
+
+def wreck(net: nn.Module) -> None:
+    """So that a load which does nothing is noticed."""
+    with torch.no_grad():
+        for param in net.parameters():
+            param.zero_()
+
+
+# ------------------------------------------------------------- any world size and any layout
+
+
+def _save_all(folder: Path) -> None:
+    for number, (case, layout) in enumerate(SAVED):
+        net, opt = zero(case, layout=layout, parameters_as_bucket_view=number % 2 == 0)
+        advance(opt, net, range(3))
+        opt.param_groups[1]["lr"] = 0.0037  # as a scheduler does
+        dcp.save({"model": net, "optim": opt}, checkpoint_id=folder / str(number))
+
+
+def _load_all(folder: Path) -> list[str]:
+    failures = []
+    for number, (case, saved_in) in enumerate(SAVED):
+        reference, unsharded = plain(case)
+        advance(unsharded, reference, range(3))
+        unsharded.param_groups[1]["lr"] = 0.0037
+        expected = advance(unsharded, reference, range(3, 6))
+        for layout in LAYOUTS if case is not ADAFACTOR else ["whole"]:
+            net, opt = zero(case, layout=layout)
+            wreck(net)
+            dcp.load({"model": net, "optim": opt}, checkpoint_id=folder / str(number))
+            if wrong := differing(expected, advance(opt, net, range(3, 6))):
+                failures.append(f"{case}, {saved_in} to {layout}: parameters {wrong}")
+    return failures
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(_save_all, request.param, folder)
+    return Path(folder)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_training_goes_on_as_if_it_had_not_stopped(saved: Path, world_size: int) -> None:
+    assert run_ranks(_load_all, world_size, saved) == [[]] * world_size
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.up = nn.Linear(24, 50)
+            self.down = nn.Linear(50, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def _pass(net: nn.Module, opt: Any, steps: range) -> list[torch.Tensor]:
+    for step in steps:
+        random = torch.Generator().manual_seed(step)
+        net(torch.randn(8, 24, generator=random)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return copies(net.parameters())
+
+
+def _with_module(folder: Path, saving: bool) -> list[torch.Tensor]:
+    net = Tiny()
+    opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, module=net)
+    if saving:
+        _pass(net, opt, range(3))
+        dcp.save({"model": net, "optim": opt}, checkpoint_id=folder)
+        return []
+    wreck(net)
+    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    return _pass(net, opt, range(3, 6))
+
+
+@pytest.mark.parametrize(("save_on", "load_on"), [(1, 2), (2, 1), (2, 2)])
+def test_with_a_module_too(tmp_path: Path, save_on: int, load_on: int) -> None:
+    net = Tiny()
+    # All ranks have the same data, and the mean over one or two of them is exact.
+    expected = _pass(net, optim.AdamW(net.parameters()), range(6))
+    run_ranks(_with_module, save_on, tmp_path, True)
+    for got in run_ranks(_with_module, load_on, tmp_path, False):
+        assert differing(expected, got) == []
+
+
+def _unnamed(folder: Path, saving: bool) -> list[torch.Tensor]:
+    net = Net()
+    groups = make_groups(list(net.parameters()), optim.AdamW)
+    opt = ZeroRedundancyOptimizer(groups, optim.AdamW)
+    if saving:
+        advance(opt, net, range(3))
+        dcp.save({"model": net, "optim": opt}, checkpoint_id=folder)
+        return []
+    wreck(net)
+    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    return advance(opt, net, range(3, 6))
+
+
+def test_parameters_without_names_are_known_by_their_places(tmp_path: Path) -> None:
+    run_ranks(_unnamed, 2, tmp_path, True)
+    for got in run_ranks(_unnamed, 3, tmp_path, False):
+        assert differing(unbroken(ADAMW), got) == []
+
+
+def test_without_a_process_group_too(tmp_path: Path) -> None:
+    net, opt = zero(ADAMW)
+    advance(opt, net, range(3))
+    dcp.save({"model": net, "optim": opt}, checkpoint_id=tmp_path)
+    for got in [_load_and_advance(tmp_path), *run_ranks(_load_and_advance, 2, tmp_path)]:
+        assert differing(unbroken(ADAMW), got) == []
+
+
+def _load_and_advance(folder: Path) -> list[torch.Tensor]:
+    net, opt = zero(ADAMW)
+    wreck(net)
+    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    return advance(opt, net, range(3, 6))
+
+
+# --------------------------------------------------------------------------- what is in a state
+
+
+class Nesting(Optimizer):
+    """Keeps tensors in tuples, lists and under numbers, values of all kinds, and one for all."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["pair"] = (torch.zeros_like(p, dtype=torch.float64), 3)
+                    state["list"] = [torch.ones_like(p, dtype=torch.int8), 1.5, {"none": None}]
+                    state["numbers"] = {2: {"deep": torch.zeros_like(p, dtype=torch.bool)}, 3: "x"}
+                    state["words"] = ["a", "b"]
+                    state["seen"] = 0
+                    state["when"] = torch.tensor(0, dtype=torch.int64)
+                    state["square"] = torch.zeros(p.numel() % 5 + 20, 3)  # of no form of p's
+                state["seen"] += 1
+                state["words"] = [f"step {state['seen']}"]
+                state["when"] += 1
+                state["square"] += float(p.grad.sum())
+                state["pair"] = (state["pair"][0] + p.grad, state["pair"][1] + 1)
+                state["list"][0].add_(1)
+                state["numbers"][2]["deep"].copy_(p.grad > 0)
+                p.sub_((group["lr"] * state["pair"][0] / state["seen"]).to(p.dtype))
+
+
+NESTING = Case(Nesting)
+
+
+def _consolidated(opt: ZeroRedundancyOptimizer) -> Any:
+    """The whole state on rank 0, with options in one order: torch's loading changes it."""
+    opt.consolidate_state_dict(to=0)
+    if opt.rank > 0:
+        return None
+    state = opt.state_dict()
+    return {**state, "param_groups": [dict(sorted(g.items())) for g in state["param_groups"]]}
+
+
+def _save_one(folder: Path, case: Case, steps: int, missing: bool) -> Any:
+    net, opt = zero(case)
+    advance(opt, net, range(steps), missing)
+    dcp.save({"model": net, "optim": opt}, checkpoint_id=folder)
+    return _consolidated(opt)
+
+
+def _load_one(folder: Path, case: Case) -> Any:
+    net, opt = zero(case)
+    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    return _consolidated(opt)
+
+
+LR_TENSOR = Case(optim.Adam, {"lr": torch.tensor(0.003), "betas": (0.8, 0.95), "amsgrad": True})
+
+
+@pytest.mark.parametrize(
+    "case", [NESTING, LR_TENSOR, Case(optim.Adagrad), Case(optim.SGD)], ids=str
+)
+def test_state_and_options_of_any_form_come_back(tmp_path: Path, case: Case) -> None:
+    before, *_ = run_ranks(_save_one, 2, tmp_path, case, 3, False)
+    after, *_ = run_ranks(_load_one, 3, tmp_path, case)
+    assert difference(before, after) is None
+
+
+class Remembering(Optimizer):
+    """Keeps the last three gradients in a list that grows step by step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    past = [*self.state[p].get("past", []), p.grad.clone()][-3:]
+                    self.state[p]["past"] = past
+                    p.sub_(group["lr"] * sum(past))
+
+
+REMEMBERING = Case(Remembering)
+
+
+def _load_longer_lists(folder: Path) -> Any:
+    net, opt = zero(REMEMBERING)
+    with pytest.raises(ValueError, match=r"saved with 3 entries in 'past', and 1 were read"):
+        dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    advance(opt, net, range(7, 10), False)
+    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    return _consolidated(opt)
+
+
+def test_a_list_that_is_longer_there_is_not_cut_short(tmp_path: Path) -> None:
+    before, _ = run_ranks(_save_one, 2, tmp_path, REMEMBERING, 3, False)
+    after, *_ = run_ranks(_load_longer_lists, 3, tmp_path)
+    assert difference(before, after) is None
+
+
+def _save_part(folder: Path) -> Any:
+    net, opt = zero(ADAMW)
+    set_gradients(list(net.parameters()), 1, missing=False)
+    net.long.grad = net.scale.grad = None  # these never take part
+    opt.step()
+    dcp.save({"model": net, "optim": opt}, checkpoint_id=folder)
+    return _consolidated(opt)
+
+
+def test_a_parameter_that_never_took_part_has_no_state_afterwards(tmp_path: Path) -> None:
+    before, _ = run_ranks(_save_part, 2, tmp_path)
+    after, *_ = run_ranks(_load_one, 3, tmp_path, ADAMW)
+    assert difference(before, after) is None
+
+
+@pytest.mark.parametrize("case", [ADAMW, MOMENTUM, ADAFACTOR, NESTING], ids=str)
+def test_an_optimizer_saved_before_its_first_step_is_loaded_as_that(
+    tmp_path: Path, case: Case
+) -> None:
+    run_ranks(_save_one, 2, tmp_path, case, 0, False)
+    after, *_ = run_ranks(_load_one, 3, tmp_path, case)
+    assert after["state"] == {}
+
+
+def _over_other_state(folder: Path) -> list[Any]:
+    """Loading replaces state, also by none."""
+    net, opt = zero(ADAMW)
+    dcp.save({"optim": opt}, checkpoint_id=folder / "fresh")
+    advance(opt, net, range(3))
+    dcp.save({"model": net, "optim": opt}, checkpoint_id=folder / "trained")
+    advance(opt, net, range(7, 12))
+    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder / "trained")
+    wrong: list[Any] = [*differing(unbroken(ADAMW), advance(opt, net, range(3, 6)))]
+    dcp.load({"optim": opt}, checkpoint_id=folder / "fresh")
+    return [*wrong, *opt.state]
+
+
+def test_what_was_there_is_replaced(tmp_path: Path) -> None:
+    assert run_ranks(_over_other_state, 2, tmp_path) == [[], []]
+
+
+class Dicing(Optimizer):
+    """Draws random numbers."""
+
+    shardstep_layout = "sliced"
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.rand_like(p))
+                self.state[p]["noise"] = torch.rand_like(p)
+
+
+def _rehearsal() -> list[Any]:
+    net, opt = zero(Case(Dicing))
+    torch.manual_seed(3)
+    before = copies(net.parameters()), torch.get_rng_state()
+    Sharded(opt).state_dict()
+    return [
+        differing(before[0], copies(net.parameters())),
+        torch.equal(before[1], torch.get_rng_state()),
+        len(opt.optim.state),
+        [param.grad is None for param in net.parameters()].count(False),
+    ]
+
+
+def test_finding_out_the_form_of_the_state_touches_nothing() -> None:
+    assert run_ranks(_rehearsal, 2) == [[[], True, 0, 0]] * 2
+
+
+class Reluctant(Optimizer):
+    """Does not step without a closure."""
+
+    shardstep_layout = "whole"
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        raise ValueError("give me a closure")
+
+
+def _form_unknown() -> None:
+    _, opt = zero(Case(Reluctant))
+    Sharded(opt).state_dict()
+
+
+def test_a_class_whose_state_cannot_be_found_out_is_refused() -> None:
+    raises_on_every_rank(_form_unknown, 2, RuntimeError, match="give me a closure.*one step first")
+
+
+# ---------------------------------------------------------------------------- torch's own side
+
+
+def _torch_loads(folder: Path) -> list[torch.Tensor]:
+    net, opt = plain(ADAMW)
+    advance(opt, net, range(9, 11), missing=False)  # so that there is something to replace
+    target = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, opt)}
+    dcp.load(target, checkpoint_id=folder)
+    set_optimizer_state_dict(net, opt, target["optim"])
+    net.load_state_dict(target["model"])
+    return advance(opt, net, range(3, 6), missing=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_plain_optimizers_load_what_was_saved_here(tmp_path: Path, world_size: int) -> None:
+    run_ranks(_save_one, 2, tmp_path, ADAMW, 3, False)
+    expected = unbroken(ADAMW, missing=False)
+    for got in run_ranks(_torch_loads, world_size, tmp_path):
+        assert differing(expected, got) == []
+
+
+def _torch_saves(folder: Path) -> None:
+    net, _ = plain(ADAMW)
+    ddp = DistributedDataParallel(net)
+    opt = optim.AdamW([{**g, "params": [p for _, p in g["params"]]} for g in named(ADAMW, net)])
+    advance(opt, net, range(3), missing=False)
+    state = get_optimizer_state_dict(ddp, opt)
+    dcp.save({"model": net.state_dict(), "optim": state}, checkpoint_id=folder)
+
+
+def _ours_loads(folder: Path, layout: str) -> list[torch.Tensor]:
+    net, opt = zero(ADAMW, layout=layout)
+    wreck(net)
+    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    return advance(opt, net, range(3, 6), missing=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_ddp_saved_is_loaded_here(tmp_path: Path, layout: str) -> None:
+    run_ranks(_torch_saves, 2, tmp_path)
+    for got in run_ranks(_ours_loads, 3, tmp_path, layout):
+        assert differing(unbroken(ADAMW, missing=False), got) == []
+
+
+def _fsdp(folder: Path, saving: bool) -> Any:
+    net = Tiny()
+    for part in (net.up, net.down, net):
+        fully_shard(part)
+    opt = optim.AdamW(net.parameters())
+    if saving:
+        _pass(net, opt, range(3))
+    state = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, opt)}
+    if saving:
+        dcp.save(state, checkpoint_id=folder)
+        return []
+    dcp.load(state, checkpoint_id=folder)
+    net.load_state_dict(state["model"])
+    set_optimizer_state_dict(net, opt, state["optim"])
+    _pass(net, opt, range(3, 6))
+    return [param.full_tensor() for param in net.parameters()]  # type: ignore[attr-defined]
+
+
+def test_fsdp2_and_ours_load_from_each_other(tmp_path: Path) -> None:
+    net = Tiny()
+    expected = _pass(net, optim.AdamW(net.parameters()), range(6))
+    run_ranks(_with_module, 2, tmp_path / "ours", True)
+    run_ranks(_fsdp, 2, tmp_path / "fsdp", True)
+    for got in run_ranks(_fsdp, 2, tmp_path / "ours", False):
+        assert differing(expected, got) == []
+    for world_size in (1, 2):
+        for got in run_ranks(_with_module, world_size, tmp_path / "fsdp", False):
+            assert differing(expected, got) == []
+
+
+def test_what_was_saved_converts_to_one_file_without_shards(tmp_path: Path) -> None:
+    run_ranks(_save_one, 2, tmp_path / "sharded", ADAMW, 3, False)
+    dcp_to_torch_save(tmp_path / "sharded", tmp_path / "file")
+    state = torch.load(tmp_path / "file", weights_only=False)["optim"]
+    net, opt = plain(ADAMW)
+    advance(opt, net, range(3), missing=False)
+    expected = get_optimizer_state_dict(net, opt)
+    for name, inner in expected["state"].items():
+        for key, value in inner.items():
+            assert torch.equal(value, state["state"][name][key])
+    assert [g["params"] for g in state["param_groups"]] == [
+        g["params"] for g in expected["param_groups"]
+    ]
+
+
+# --------------------------------------------------------------------------------- when it fails
+
+
+def _survives(folder: Path) -> list[Any]:
+    net, opt = zero(ADAMW)
+    advance(opt, net, range(2))
+    dcp.save({"optim": opt}, checkpoint_id=folder)
+    dist.barrier()
+    if opt.rank == 0:
+        broken = sorted(folder.glob("*.distcp"))[-1]
+        broken.write_bytes(broken.read_bytes()[: broken.stat().st_size // 2])
+    advance(opt, net, range(2, 3))
+    dist.barrier()
+    failures: list[Any] = []
+    try:
+        dcp.load({"optim": opt}, checkpoint_id=folder)
+        failures.append("it loaded")
+    except dcp.api.CheckpointException:
+        pass
+    return [*failures, *differing(unbroken(ADAMW), advance(opt, net, range(3, 6)))]
+
+
+def test_a_load_that_fails_half_way_changes_nothing(tmp_path: Path) -> None:
+    assert run_ranks(_survives, 2, tmp_path) == [[], []]
+
+
+def test_what_was_not_read_is_not_a_number() -> None:
+    stand_in = StandIn("a moment", (4, 6), torch.float32, torch.device("cpu"), True)
+    live = torch.zeros(10)
+    spec = ParamSpec.of("w", (4, 6))
+    stand_in.hold(live, (Interval(8, 18), spec))
+    boxes = stand_in.__create_chunk_list__()
+    assert [(tuple(b.offsets), tuple(b.sizes)) for b in boxes] == [
+        ((1, 2), (1, 4)),
+        ((2, 0), (1, 6)),
+    ]
+    room = stand_in.__get_tensor_shard__(MetadataIndex("w", (2, 0)))
+    assert room is not None
+    room.copy_(torch.arange(6.0).view(1, 6))
+    read = stand_in.hand_over()
+    assert read is not None
+    assert read.isnan().tolist() == [True] * 4 + [False] * 6
+    assert read[4:].tolist() == [0, 1, 2, 3, 4, 5]
+    assert live.tolist() == [0] * 10
+    with pytest.raises(RuntimeError, match="taken out of this dict already"):
+        stand_in.hand_over()
+
+
+def _other_groups(folder: Path) -> None:
+    net = Net()
+    opt = ZeroRedundancyOptimizer(net.named_parameters(), optim.AdamW)
+    advance(opt, net, range(2))
+    dcp.save({"optim": opt}, checkpoint_id=folder)
+    _, other = zero(ADAMW)  # the same parameters in three groups
+    dcp.load({"optim": other}, checkpoint_id=folder)
+
+
+def test_other_groups_are_refused(tmp_path: Path) -> None:
+    raises_on_every_rank(
+        _other_groups, 2, dcp.api.CheckpointException, tmp_path, match="Missing key.*param_groups"
+    )
+
+
+def _swapped_groups(folder: Path) -> list[Any]:
+    """Groups are known by their parameters, not by their places."""
+    net, opt = zero(ADAMW)
+    advance(opt, net, range(3))
+    dcp.save({"model": net, "optim": opt}, checkpoint_id=folder)
+    again = Net()
+    groups = named(ADAMW, again)[::-1]
+    opt = ZeroRedundancyOptimizer([{"params": g["params"]} for g in groups], optim.AdamW)
+    dcp.load({"model": again, "optim": opt}, checkpoint_id=folder)
+    return differing(unbroken(ADAMW), advance(opt, again, range(3, 6)))
+
+
+def test_groups_in_another_order_keep_their_options(tmp_path: Path) -> None:
+    assert run_ranks(_swapped_groups, 2, tmp_path) == [[], []]
+
+
+# --------------------------------------------------------------------------------- saving later
+
+
+def _saves_later(folder: Path, blocking: bool) -> None:
+    net, opt = zero(ADAMW)
+    advance(opt, net, range(3))
+    # Connections of its own, since the next steps communicate meanwhile.
+    options: dict[str, Any] = {"process_group": dist.new_group(backend="gloo")}
+    if blocking:
+        options["storage_writer"] = dcp.FileSystemWriter(folder)
+    else:
+        options["checkpoint_id"] = folder
+    future: Any = dcp.async_save({"model": net, "optim": opt}, **options)
+    advance(opt, net, range(3, 9))
+    future.result()
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_an_asynchronous_save_has_the_state_of_its_call(tmp_path: Path, blocking: bool) -> None:
+    run_ranks(_saves_later, 2, tmp_path, blocking)
+    after, *_ = run_ranks(_load_one, 3, tmp_path, ADAMW)
+    net, opt = plain(ADAMW)
+    advance(opt, net, range(3))
+    expected = opt.state_dict()
+    assert difference(dict(sorted(expected["state"].items())), after["state"]) is None
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+def _stand_ins(value: Any) -> Iterator[StandIn]:
+    if isinstance(value, StandIn):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _stand_ins(item)
+
+
+def _refusals() -> list[str]:
+    net, opt = zero(ADAMW)
+    advance(opt, net, range(2))
+    state = Sharded(opt).state_dict()
+    found = list(_stand_ins(state))
+    acts = {
+        "pickle": lambda: pickle.dumps(found[0]),
+        "torch.save": lambda: torch.save(state, io.BytesIO()),
+        "add": lambda: found[0] + 1,
+        "clone": lambda: found[0].clone(),
+        "deepcopy": lambda: copy.deepcopy(found[0]),
+        "copy from": lambda: torch.empty(found[0].shape).copy_(found[0]),
+        "copy to": lambda: found[0].copy_(torch.empty(found[0].shape)),
+        "stack": lambda: torch.stack([found[0], found[0]]),
+    }
+    failures = [] if len(found) > 10 else ["too few stand-ins"]
+    for name, act in acts.items():
+        try:
+            act()
+        except RuntimeError as error:
+            if "consolidate_state_dict" in str(error) and "'exp_avg' of parameter" in str(error):
+                continue
+            failures.append(f"{name}: {error}")
+        else:
+            failures.append(f"{name} was done")
+    return failures
+
+
+def test_a_stand_in_is_not_pickled_or_computed_with() -> None:
+    assert run_ranks(_refusals, 2) == [[], []]
+
+
+def _torchs_way(with_state: bool) -> None:
+    net, opt = zero(ADAMW)
+    if with_state:
+        advance(opt, net, range(2))
+        opt.zero_grad()
+    get_optimizer_state_dict(net, opt)
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_functions_that_would_step_to_see_the_state_are_refused(with_state: bool) -> None:
+    raises_on_every_rank(_torchs_way, 2, RuntimeError, with_state, match="dcp.save")
+
+
+def _asked_by_a_user() -> None:
+    net, opt = zero(ADAMW)
+    advance(opt, net, range(2))
+    opt.state_dict()
+
+
+def test_a_user_is_told_to_consolidate() -> None:
+    raises_on_every_rank(_asked_by_a_user, 2, RuntimeError, match="consolidate_state_dict")
+
+
+class App:
+    """A user's own `Stateful`, which asks its parts."""
+
+    def __init__(self, opt: ZeroRedundancyOptimizer) -> None:
+        self.opt = Sharded(opt)
+        self.epoch = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"opt": self.opt.state_dict(), "epoch": self.epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.opt.load_state_dict(state_dict["opt"])
+        self.epoch = state_dict["epoch"]
+
+
+def _inside_another(folder: Path) -> list[Any]:
+    net, opt = zero(ADAMW)
+    app = App(opt)
+    app.epoch = 7
+    advance(opt, net, range(3))
+    dcp.save({"app": app, "model": net}, checkpoint_id=folder)
+    net, opt = zero(ADAMW, layout="whole")
+    app = App(opt)
+    dcp.load({"app": app, "model": net}, checkpoint_id=folder)
+    assert isinstance(Sharded(opt), Stateful)
+    return [app.epoch, *differing(unbroken(ADAMW), advance(opt, net, range(3, 6)))]
+
+
+def test_it_can_be_part_of_something_else(tmp_path: Path) -> None:
+    assert run_ranks(_inside_another, 2, tmp_path) == [[7], [7]]
+
+
+class CountsOnTheCPU(optim.Optimizer):
+    """Makes its counter without saying where, as torchao's classes do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["average"] = torch.zeros_like(param)
+                state["step"] += 1
+
+
+def test_a_counter_that_is_not_there_yet_is_expected_where_a_step_makes_it() -> None:
+    """On the CPU, whatever device the parameters are on; here on one without data."""
+
+    def elsewhere(piece: torch.Tensor) -> torch.Tensor:
+        return nn.Parameter(torch.empty_like(piece, device="meta"))
+
+    opt = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(4, 4))], CountsOnTheCPU)
+    with mock.patch("shardstep.local.local_optimizer._copy", elsewhere):
+        states, _ = opt._local.rehearse([0])
+    devices = {key: value.device.type for key, value in states[0].items()}
+    assert devices == {"step": "cpu", "average": "meta"}

@@ -1,0 +1,306 @@
+"""The commands `shardstep checkpoint ...`: what they print and write, and say when it is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from test_checkpoint_offline import equal, flip
+from torch import optim
+from typer.testing import CliRunner
+
+from shardstep import ZeroRedundancyOptimizer
+from shardstep import checkpoint as ckpt
+from shardstep.cli.app import app
+from shardstep.cli.bytes import ByteProgress
+from shardstep.cli.checkpoint_tables import printable
+
+
+def shardstep(*args: object) -> Any:
+    return CliRunner().invoke(app, ["checkpoint", *map(str, args)])
+
+
+def succeeds(*args: object) -> str:
+    result = shardstep(*args)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def fails(*args: object) -> str:
+    """What is said on stderr: one line, and nothing on stdout."""
+    result = shardstep(*args)
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit), "a traceback"
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def save(path: Path, **extra: Any) -> Path:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))
+    opt = ZeroRedundancyOptimizer(
+        [{"params": net[0].parameters()}, {"params": net[1].parameters(), "lr": 0.5}],
+        optim.AdamW,
+        lr=torch.tensor(0.25),
+    )
+    for param in (net[0].weight, net[0].bias, net[1].weight):
+        param.grad = torch.randn_like(param)
+    opt.step()
+    return ckpt.save(path, opt, net, {"step": 1, "seen": torch.arange(100), **extra})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return save(tmp_path / "step-1")
+
+
+# ------------------------------------------------------------------------------------- inspect
+
+
+def test_inspect_shows_what_is_in_a_checkpoint(path: Path) -> None:
+    shown = succeeds("inspect", path)
+    for said in (
+        "torch.optim.adamw.AdamW",
+        "4 (4 trainable, 1,850 elements)",
+        "1.bias",  # has never had a gradient
+        "lr=0.25",
+        "lr=0.5",
+        "weight_decay=0.01",
+        f"torch {torch.__version__}",
+        "for 1 rank",
+        "tensor, int64 [100]",
+        "optimizer.safetensors",
+        f"{(path / 'optimizer.safetensors').stat().st_size:,}",
+    ):
+        assert said in shown
+    assert "exp_avg_sq" not in shown
+    assert "'exp_avg_sq' of '0.weight'" in succeeds("inspect", path, "--tensors")
+
+
+def test_inspect_says_the_same_in_json(path: Path) -> None:
+    said = json.loads(succeeds("inspect", path, "--json", "--tensors"))
+    optimizer = said["optimizer"]
+    assert said["format"] == "shardstep checkpoint"
+    assert said["made_by"]["world_size"] == 1
+    assert optimizer["class"] == "torch.optim.adamw.AdamW"
+    assert (optimizer["parameters"], optimizer["elements"]) == (4, 1850)
+    assert optimizer["without_state"] == ["1.bias"]
+    assert [group["options"]["lr"] for group in optimizer["groups"]] == [0.25, 0.5]
+    # Two moments per element of what has had a gradient, and three counters.
+    assert optimizer["state_nbytes"] == (1850 - 20) * 8 + 3 * 4
+    assert said["model"]["nbytes"] == 1850 * 4
+    assert said["extra"] == {
+        "nbytes": 800,
+        "value": {"step": 1, "seen": "tensor, int64 [100]"},
+    }
+    files = {file.name: file.stat().st_size for file in path.iterdir()}
+    files.pop("checkpoint.json")
+    assert said["files"] == files
+    names = [each["name"] for each in said["tensors"]]
+    assert "model tensor '0.weight'" in names
+    chunk = said["tensors"][0]["chunks"][0]
+    assert chunk["file"] == "optimizer.safetensors"
+    assert chunk["offsets"] == [0, 0]
+
+
+def test_inspect_lists_a_folder_of_checkpoints(path: Path, tmp_path: Path) -> None:
+    save(tmp_path / "before-step-2")
+    save(tmp_path / "cut-short")
+    os.truncate(tmp_path / "cut-short" / "model.safetensors", 10)
+    save(tmp_path / "changed")
+    flip(tmp_path / "changed" / "contents.json")
+    left = tmp_path / ".step-3.saving"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    (tmp_path / "notes").mkdir()
+    shown = succeeds("inspect", tmp_path)
+    lines = shown.splitlines()
+    (first,) = [n for n, line in enumerate(lines) if line.split()[:1] == ["step-1"]]
+    assert "newest" not in lines[first]
+    assert lines[first + 1].split()[0] == "before-step-2"
+    assert any("cut-short: not complete" in line for line in lines)
+    assert any("changed: not complete" in line for line in lines)
+    assert any(".step-3.saving: left by a save that did not finish" in line for line in lines)
+    assert "notes" not in shown
+    said = json.loads(succeeds("inspect", tmp_path, "--json"))
+    assert [Path(each["path"]).name for each in said["checkpoints"]] == ["step-1", "before-step-2"]
+    assert said["unfinished"] == [{"path": str(left), "under_way": False}]
+
+
+def test_the_newest_is_marked(path: Path, tmp_path: Path) -> None:
+    save(tmp_path / "before-step-2")
+    said = json.loads(succeeds("inspect", tmp_path, "--json"))
+    assert [each["newest"] for each in said["checkpoints"]] == [False, True]
+    lines = succeeds("inspect", tmp_path).splitlines()
+    (line,) = [each for each in lines if each.split()[-1:] == ["newest"]]
+    assert line.split()[0] == "before-step-2"
+
+
+def test_a_checkpoint_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b]0;owned\x07[red]\n"
+    path = ckpt.import_state_dict(
+        tmp_path / "evil", model={f"w{evil}": torch.ones(40)}, extra={f"k{evil}": f"v{evil}"}
+    )
+    shown = succeeds("inspect", path, "--tensors")
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert "[red]" in shown
+    assert printable("a\x1b[0m\u202eé") == "a\\x1b[0m\\u202eé"
+
+
+# -------------------------------------------------------------------------------------- verify
+
+
+def test_verify_says_ok(path: Path) -> None:
+    assert succeeds("verify", path).startswith(f"OK: {path} is complete")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoint.json",
+        "contents.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "extra.safetensors",
+    ],
+)
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
+def test_verify_names_the_file_that_is_damaged(path: Path, name: str, damage: str) -> None:
+    if damage == "changed":
+        flip(path / name)
+    elif damage == "cut":
+        os.truncate(path / name, (path / name).stat().st_size - 1)
+    else:
+        (path / name).unlink()
+    assert name in fails("verify", path)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "reshard", "export", "import"])
+@pytest.mark.parametrize("what", ["nothing", "file", "folder"])
+def test_what_is_no_checkpoint_is_one_line_and_leaves_nothing(
+    tmp_path: Path, command: str, what: str
+) -> None:
+    source = tmp_path / what
+    if what == "file":
+        source.write_text("text")
+    elif what == "folder":
+        source.mkdir()
+    before = sorted(os.listdir(tmp_path))
+    out = [] if command in ("inspect", "verify") else [tmp_path / "out"]
+    ranks = ["--ranks", 2] if command == "reshard" else []
+    assert what in fails(command, source, *out, *ranks)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+# ------------------------------------------------------------------- reshard, export and import
+
+
+def test_reshard_writes_a_checkpoint_for_so_many_ranks(path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert str(out) in succeeds("reshard", path, out, "--ranks", 3, "--layout", "whole")
+    assert json.loads(succeeds("inspect", out, "--json"))["made_by"]["world_size"] == 3
+    assert len(list(out.glob("optimizer-*-of-00003.safetensors"))) == 3
+    assert equal(ckpt.state_dict(out), ckpt.state_dict(path))
+    assert "exists already" in fails("reshard", path, out, "--ranks", 2)
+
+
+def test_damage_is_noticed_unless_it_is_not_looked_for(path: Path, tmp_path: Path) -> None:
+    flip(path / "optimizer.safetensors")
+    assert "optimizer.safetensors" in fails("export", path, tmp_path / "out")
+    assert "optimizer.safetensors" in fails("reshard", path, tmp_path / "out", "--ranks", 2)
+    succeeds("reshard", path, tmp_path / "out", "--ranks", 2, "--no-verify")
+
+
+def test_export_and_import_are_each_other_s_way_back(path: Path, tmp_path: Path) -> None:
+    for form in ("torch", "torch-named"):
+        succeeds("export", path, tmp_path / f"{form}.pt", "--to", form)
+        succeeds("import", tmp_path / f"{form}.pt", tmp_path / form, "--optimizer-class", "AdamW")
+        back = tmp_path / form
+        assert equal(ckpt.weights(back), ckpt.weights(path))
+        assert equal(ckpt.state_dict(back)["state"], ckpt.state_dict(path)["state"])
+        assert equal(ckpt.load(back).extra, ckpt.load(path).extra)
+        assert ckpt.summary(back)["optimizer"] == ckpt.summary(path)["optimizer"]
+
+
+def test_parts_and_sizes_can_be_chosen(path: Path, tmp_path: Path) -> None:
+    succeeds("export", path, tmp_path / "m.pt", "--model-only")
+    assert equal(torch.load(tmp_path / "m.pt", weights_only=True), ckpt.weights(path))
+    succeeds("export", path, tmp_path / "o.pt", "--optimizer-only")
+    assert equal(torch.load(tmp_path / "o.pt", weights_only=True), ckpt.state_dict(path))
+    succeeds("export", path, tmp_path / "hf", "--to", "safetensors", "--max-shard-size", "5kB")
+    assert len(list((tmp_path / "hf").glob("model-*-of-00002.safetensors"))) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--model-only", "--optimizer-only"],
+        ["--max-shard-size", "many"],
+        ["--max-shard-size", "0"],
+        ["--max-shard-size", "nanGB"],
+        ["--to", "pickle"],
+    ],
+)
+def test_options_that_make_no_sense_are_explained(
+    path: Path, tmp_path: Path, options: list[str]
+) -> None:
+    result = shardstep("export", path, tmp_path / "out", *options)
+    assert result.exit_code == 2
+    assert "Invalid value" in result.stderr
+
+
+def test_names_are_read_from_a_file(path: Path, tmp_path: Path) -> None:
+    plain = ckpt.state_dict(path)
+    names = [name for group in plain["param_groups"] for name in group.pop("param_names")]
+    torch.save({"net": ckpt.weights(path), "opt": plain, "what": Path}, tmp_path / "no.pt")
+    assert "could run any code" in fails("import", tmp_path / "no.pt", tmp_path / "made")
+    torch.save({"net": ckpt.weights(path), "opt": plain}, tmp_path / "file.pt")
+    (tmp_path / "names.txt").write_text("\n".join(names) + "\n")
+    keys = ("--model-key", "net", "--optimizer-key", "opt")
+    assert "cannot be told" in fails("import", tmp_path / "file.pt", tmp_path / "made", *keys)
+    succeeds(
+        "import", tmp_path / "file.pt", tmp_path / "made", *keys, "--names", tmp_path / "names.txt"
+    )
+    assert equal(ckpt.state_dict(tmp_path / "made")["state"], plain["state"])
+    assert ckpt.summary(tmp_path / "made")["optimizer"]["without_state"] == ["1.bias"]
+
+
+def test_what_is_left_out_of_an_import_is_said(path: Path, tmp_path: Path) -> None:
+    torch.save({"model": ckpt.weights(path), "odd": {1, 2}, "epoch": 3}, tmp_path / "file.pt")
+    result = shardstep("import", tmp_path / "file.pt", tmp_path / "made")
+    assert result.exit_code == 0
+    assert "note: " in result.stderr
+    assert "'odd' is left out" in result.stderr
+    assert ckpt.load(tmp_path / "made").extra == {"epoch": 3}
+
+
+def test_stages_are_bars_in_a_terminal_and_nothing_in_a_log() -> None:
+    shown = {}
+    for terminal in (True, False):
+        text = io.StringIO()
+        with ByteProgress(Console(file=text, force_terminal=terminal, width=100)) as progress:
+            told = progress.stage("checking", 2000)
+            told(1500)
+            told(500)
+            progress.stage("writing", 0)
+        shown[terminal] = text.getvalue()
+    assert "checking" in shown[True]
+    assert "2.0/2.0 kB" in shown[True]
+    assert "writing" in shown[True]
+    assert shown[False].strip() == ""
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "reshard", "export", "import"])
+def test_help_helps(command: str) -> None:
+    shown = succeeds(command, "--help")
+    assert "Usage" in shown
+    assert len(shown) > 400

@@ -1,0 +1,79 @@
+"""The report says what is held and sent: as planned, and as it comes to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import PROBLEMS
+from ranks import run_ranks
+from test_multi_class import ADAMW, groups_of
+from torch import nn, optim
+
+from shardstep import ZeroRedundancyOptimizer
+
+
+def _report(module_given: bool) -> dict[str, Any]:
+    problem = PROBLEMS["gpt"]
+    module = problem.fresh()
+    extra = {"module": module} if module_given else {}
+    opt = ZeroRedundancyOptimizer(groups_of(module), optim.AdamW, **extra, **ADAMW)
+    before = opt.report()
+    ledgers = [opt._comm.ledger, opt._gather_comm.ledger][: 2 if module_given else 1]
+
+    def sent_so_far() -> int:
+        kinds = ("reduce_scatter", "all_gather")
+        return sum(ledger.nbytes_sent[kind] for ledger in ledgers for kind in kinds)
+
+    start = sent_so_far()  # all ranks have been given rank 0's values
+    problem.loss(module, 0).backward()
+    opt.step()
+    opt._gather.land()
+    sent = sent_so_far() - start
+    after = opt.report()
+    states = [v for state in opt.optim.state.values() for v in state.values()]
+    held = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+    return {
+        "text": str(after),
+        "state before": before.state_nbytes,
+        "state": (after.state_nbytes, held),
+        "sent": (after.sent_nbytes, sent),
+        "gradients": after.gradient_nbytes,
+        "owned": after.owned_nbytes,
+        "parameters": (after.parameter_nbytes, sum(p.nbytes for p in module.parameters())),
+    }
+
+
+@pytest.mark.parametrize("module_given", [False, True])
+def test_a_report_agrees_with_what_was_allocated_and_sent(module_given: bool) -> None:
+    reports = run_ranks(_report, 3, module_given)
+    for report in reports:
+        assert report["state before"] == 0
+        assert report["state"][0] == report["state"][1] > 0
+        assert (report["gradients"] > 0) is module_given
+        assert report["parameters"][0] == report["parameters"][1]
+        assert "group 0: whole, since Muon was tried and is per tensor" in report["text"]
+        assert "group 1: sliced, since AdamW is known to be element-wise" in report["text"]
+        assert "optimizer state" in report["text"]
+        # Which parameters had a gradient travels along, and is not in it.
+        assert report["sent"][0] <= report["sent"][1] <= report["sent"][0] + 4096
+    assert sum(report["owned"] for report in reports) == reports[0]["parameters"][0]
+
+
+class Coupled(optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        torch._foreach_div_(grads, torch.nn.utils.get_total_norm(grads))
+        return super().step(closure)
+
+
+def test_one_rank_is_told_what_several_would_do() -> None:
+    def said(cls: Any, **options: Any) -> str:
+        return str(ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], cls, **options).report())
+
+    assert "several would have it whole: Adafactor was tried" in said(optim.Adafactor)
+    assert "several would have it sliced: AdamW is known" in said(optim.AdamW)
+    assert "several could not: Coupled couples all parameters" in said(Coupled, lr=0.1)
+    assert said(Coupled, lr=0.1).splitlines()[0].startswith("1 parameters")

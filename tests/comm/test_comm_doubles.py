@@ -1,0 +1,169 @@
+"""Steps through doubles of communication: nothing is read early, reused early or forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from doubles import AnyOrder, Counting, LateArrival, behind_the_door
+from ranks import run_ranks
+
+from shardstep import ZeroRedundancyOptimizer
+from shardstep.comm import Comm
+
+STEPS = 3
+
+WAYS = [(layout, view) for layout in ("sliced", "whole") for view in (False, True)]
+DOUBLES: dict[str, Callable[[Comm], Comm]] = {
+    "late": LateArrival,
+    "any order": AnyOrder,
+    "counting": Counting,
+}
+
+each_way = pytest.mark.parametrize(("layout", "view"), WAYS)
+
+
+def make_params() -> list[torch.Tensor]:
+    """Five fp32 buckets and a double one at up to three ranks, with odd, empty and frozen ones."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(170, 150), (5,), (), (160, 160), (7, 3, 2, 2), (0,), (200, 130), (161, 160), (33,)]
+    shapes += [(150, 170), (65,)]
+    data = [torch.rand(shape, generator=generator) - 0.5 for shape in shapes]
+    data[4] = data[4].contiguous(memory_format=torch.channels_last)
+    data.append(torch.rand(90, 11, generator=generator, dtype=torch.float64))
+    params: list[torch.Tensor] = [torch.nn.Parameter(each) for each in data]
+    params.append(torch.nn.Parameter(torch.ones(99), requires_grad=False))
+    return params
+
+
+def fill_gradients(params: list[torch.Tensor], step: int) -> None:
+    """The same on every rank, as DDP leaves them."""
+    for index, param in enumerate(params):
+        if param.requires_grad:
+            generator = torch.Generator().manual_seed(1000 * step + index)
+            param.grad = torch.rand(param.shape, generator=generator).to(param.dtype) - 0.5
+
+
+def unsharded() -> list[torch.Tensor]:
+    params = make_params()
+    optimizer = torch.optim.AdamW(params, lr=0.1)
+    for step in range(STEPS):
+        fill_gradients(params, step)
+        optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+def step_through(double: str, layout: str, view: bool) -> dict[str, Any]:
+    params = make_params()
+    with behind_the_door(DOUBLES[double]) as doubles:
+        opt = ZeroRedundancyOptimizer(
+            params,
+            torch.optim.AdamW,
+            layout=layout,
+            parameters_as_bucket_view=view,
+            bucket_bytes=1,
+            lr=0.1,
+        )
+    (comm,) = doubles
+    by_step = []
+    for step in range(STEPS):
+        fill_gradients(params, step)
+        opt.step()
+        if isinstance(comm, Counting):
+            by_step.append((len(comm.launched), comm.unawaited))
+    return {
+        "comm": {key: value for key, value in vars(comm).items() if not key.startswith("_")},
+        "by step": by_step,
+        "params": [param.detach().clone() for param in params],
+        "cuts": [tuple(bucket.cuts) for bucket in opt.plan.training_buckets],
+    }
+
+
+def assert_unsharded(params: list[torch.Tensor]) -> None:
+    for index, (param, expected) in enumerate(zip(params, unsharded(), strict=True)):
+        assert torch.equal(param, expected), f"param {index} differs from the unsharded run"
+
+
+@each_way
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_nothing_is_read_from_a_gather_that_has_not_arrived(
+    layout: str, view: bool, world_size: int
+) -> None:
+    for rank in run_ranks(step_through, world_size, "late", layout, view):
+        assert_unsharded(rank["params"])
+
+
+@each_way
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gathers_may_finish_in_any_order(layout: str, view: bool, world_size: int) -> None:
+    ranks = run_ranks(step_through, world_size, "any order", layout, view)
+    assert any(rank["comm"]["landed_early"] for rank in ranks), "the order was never another"
+    for rank in ranks:
+        assert_unsharded(rank["params"])
+
+
+@each_way
+def test_a_step_gathers_each_training_bucket_once_and_waits_for_all(
+    layout: str, view: bool
+) -> None:
+    ranks = run_ranks(step_through, 2, "counting", layout, view)
+    cuts = ranks[0]["cuts"]
+    assert len(cuts) >= 5, "too few buckets to tell"
+    for rank in ranks:
+        seen = rank["comm"]
+        assert seen["launched"] == cuts * STEPS, "one gather per bucket, in the plan's order"
+        assert rank["by step"] == [(len(cuts) * (step + 1), []) for step in range(STEPS)]
+        assert sorted(seen["waited"]) == list(range(len(cuts) * STEPS)), "each waited for, once"
+        assert seen["most_in_flight"] == (len(cuts) if view else 2)
+        assert_unsharded(rank["params"])
+
+
+@each_way
+def test_one_rank_gathers_nothing(layout: str, view: bool) -> None:
+    seen = step_through("counting", layout, view)
+    assert seen["comm"]["launched"] == []
+    assert_unsharded(seen["params"])
+
+
+# ------------------------------------------------------------- with the module handed over
+
+
+def train(double: str | None, layout: str) -> list[torch.Tensor]:
+    """Losses and parameters of a few steps with gathers and reductions under way meanwhile."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.Tanh())
+    model.extend([torch.nn.Linear(300, 100), torch.nn.Tanh(), torch.nn.Linear(100, 5)])
+    door = behind_the_door(DOUBLES[double]) if double else nullcontext()
+    with door:
+        opt = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, module=model, layout=layout, bucket_bytes=1
+        )
+    assert len(opt.plan.training_buckets) >= 3
+    results = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + opt.rank)
+        loss = model(torch.rand(8, 100, generator=generator)).pow(2).sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        results.append(loss.detach())
+    return results + [param.detach().clone() for param in model.parameters()]
+
+
+def train_with_and_without(double: str, layout: str) -> None:
+    results, expected = train(double, layout), train(None, layout)
+    assert all(torch.isfinite(value).all() for value in expected)
+    for result, value in zip(results, expected, strict=True):
+        assert torch.equal(result, value)
+
+
+@pytest.mark.parametrize("double", ["late", "any order"])
+@pytest.mark.parametrize("layout", ["sliced", "whole"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_communication_that_overlaps_the_model_may_be_late_and_in_any_order(
+    double: str, layout: str, world_size: int
+) -> None:
+    run_ranks(train_with_and_without, world_size, double, layout)

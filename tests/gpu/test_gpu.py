@@ -1,0 +1,325 @@
+"""On a CUDA device: the same numbers, state where it belongs, several devices in one model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from reference.naive_masters import NaiveMasters
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from shardstep import (
+    MixedPrecision,
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    register,
+)
+from shardstep.params.stochastic_rounding import StochasticRounding
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+AdamW = torch.optim.AdamW
+
+
+def _model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(96, 300), nn.GELU(), nn.Linear(300, 200), nn.LayerNorm(200), nn.Linear(200, 7)
+    )
+
+
+class _TwoDevices(nn.Module):
+    """Half on the CPU, half on the accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.near = nn.Linear(96, 300)
+        self.far = nn.Linear(300, 7).cuda()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.far(torch.relu(self.near(x.cpu())).cuda())
+
+
+def _train(run: nn.Module, opt: Any, steps: int, device: str = "cuda") -> list[float]:
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(100 * step + (dist.get_rank() if dist.is_initialized() else 0))
+        x = torch.randn(16, 96).to(device)
+        loss = run(x).float().square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def _alone(fused: bool, view: bool, with_module: bool) -> list[str]:
+    """One rank under NCCL against the plain optimizer, through a save and a load."""
+    failures = []
+    plain, ours = _model().cuda(), _model().cuda()
+    options = {"lr": 1e-2, "fused": fused}
+    a = AdamW(plain.parameters(), **options)
+
+    def wrap(model: nn.Module) -> ZeroRedundancyOptimizer:
+        module = {"module": model} if with_module else {}
+        return ZeroRedundancyOptimizer(
+            model.parameters(), AdamW, parameters_as_bucket_view=view, **module, **options
+        )
+
+    b = wrap(ours)
+    if _train(plain, a, 10) != _train(ours, b, 10) or not _same(plain, ours):
+        failures.append("training differs")
+    b.consolidate_state_dict()
+    saved = b.state_dict()
+    for index, entry in a.state_dict()["state"].items():
+        for key, value in entry.items():
+            if not torch.equal(saved["state"][index][key], value.cpu()):
+                failures.append(f"{index}.{key} differs")
+    again = _model().cuda()
+    again.load_state_dict(ours.state_dict())
+    c = wrap(again)
+    c.load_state_dict(saved)
+    failures += [
+        "state is on the wrong device"
+        for entry in c.optim.state.values()
+        if entry["step"].is_cuda is not fused or not entry["exp_avg"].is_cuda
+    ]
+    if _train(plain, a, 5) != _train(again, c, 5) or not _same(plain, again):
+        failures.append("training on differs")
+    return failures
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("view", "with_module"), [(False, False), (True, False), (False, True)])
+def test_one_rank_under_nccl_gives_the_plain_optimizers_numbers(
+    fused: bool, view: bool, with_module: bool
+) -> None:
+    assert run_ranks(_alone, 1, fused, view, with_module, backend="nccl") == [[]]
+
+
+def _against_ddp(overlap: bool, layout: str) -> list[str]:
+    failures = []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    ddp = DistributedDataParallel(_model().cuda())
+    expected = _train(ddp, AdamW(ddp.parameters(), lr=1e-2), 30)
+    one = _model().cuda()
+    wrapped = DistributedDataParallel(one)
+    opt1 = ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, layout=layout, lr=1e-2)
+    if _train(wrapped, opt1, 30) != expected or not _same(one, ddp.module):
+        failures.append("ZeRO-1 differs from DDP")
+    two = _model(seed=dist.get_rank()).cuda()
+    opt2 = ZeroRedundancyOptimizer(
+        two.parameters(),
+        AdamW,
+        module=two,
+        layout=layout,
+        overlap=overlap,
+        bucket_bytes=100_000,
+        lr=1e-2,
+    )
+    if _train(two, opt2, 30) != expected or not _same(two, ddp.module):
+        failures.append("ZeRO-2 differs from DDP")
+    return failures
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("layout", ["sliced", "whole"])
+def test_two_ranks_on_one_device_equal_ddp_bit_for_bit(overlap: bool, layout: str) -> None:
+    assert run_ranks(_against_ddp, 2, overlap, layout) == [[], []]
+
+
+def _hooked(way: str, view: bool, static: bool) -> list[str]:
+    """A DDP hook against DDP and the plain optimizer, from the first iteration on."""
+    ddp = DistributedDataParallel(_model().cuda(), bucket_cap_mb=0.1)
+    expected = _train(ddp, AdamW(ddp.parameters(), lr=1e-2), 20)
+    ours = DistributedDataParallel(
+        _model().cuda(), bucket_cap_mb=0.1, gradient_as_bucket_view=view, static_graph=static
+    )
+    opt = ZeroRedundancyOptimizer(
+        ours.parameters(), AdamW, overlap_with_ddp=True, bucket_bytes=100_000, lr=1e-2
+    )
+    if way == "register":
+        register(ours, opt)
+    else:
+        make = {"step": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}[way]
+        ours.register_comm_hook(None, make(allreduce_hook, ours, opt))
+    failures = []
+    if _train(ours, opt, 20) != expected:
+        failures.append("losses differ")
+    if not _same(ours, ddp):
+        failures.append("parameters differ")
+    return failures
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("way", ["step", "interleaved", "register"])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+def test_ddp_hooks_equal_ddp_bit_for_bit(backend: str, way: str, view: bool, static: bool) -> None:
+    world_size = 1 if backend == "nccl" else 2
+    assert run_ranks(_hooked, world_size, way, view, static, backend=backend) == [[]] * world_size
+
+
+def _two_devices(view: bool) -> list[str]:
+    plain, ours = _TwoDevices(), _TwoDevices()
+    a = AdamW(plain.parameters(), lr=1e-2)
+    b = ZeroRedundancyOptimizer(ours.parameters(), AdamW, parameters_as_bucket_view=view, lr=1e-2)
+    for step in range(10):
+        torch.manual_seed(step)
+        x = torch.randn(16, 96)
+        for model, opt in ((plain, a), (ours, b)):
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    failures = [] if _same(plain, ours) else ["parameters differ"]
+    b.consolidate_state_dict()
+    return failures
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_model_over_two_devices_is_sharded_on_both(view: bool) -> None:
+    assert run_ranks(_two_devices, 2, view) == [[], []]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_a_model_over_two_devices_works_under_nccl(backend: str) -> None:
+    assert run_ranks(_two_devices, 1, True, backend=backend) == [[]]
+
+
+# ------------------------------------------------------------------------------ 16-bit parameters
+
+
+def _gradients(models: list[nn.Module], step: int) -> None:
+    """The same made gradient on all of them, and on all ranks."""
+    for number, params in enumerate(zip(*(model.parameters() for model in models), strict=True)):
+        random = torch.Generator().manual_seed(1000 * step + number)
+        grad = torch.randn(params[0].shape, generator=random)
+        for param in params:
+            param.grad = grad.to(param)
+
+
+def _with_masters(dtype: torch.dtype, fused: bool, layout: str, with_module: bool) -> list[str]:
+    options: dict[str, Any] = {"lr": 1e-3, "fused": fused}
+    plain, ours = _model().cuda().to(dtype), _model().cuda().to(dtype)
+    naive = NaiveMasters([{"params": list(plain.parameters())}], AdamW, **options)
+    opt = ZeroRedundancyOptimizer(
+        ours.parameters(),
+        AdamW,
+        module=ours if with_module else None,
+        precision=MixedPrecision(),
+        layout=layout,
+        bucket_bytes=100_000,
+        **options,
+    )
+    failures = []
+    for step in range(10):
+        if step == 5:  # what is written to a parameter counts
+            for a, b, m in zip(plain.parameters(), ours.parameters(), naive.masters, strict=True):
+                a.data.clamp_(-0.02, 0.02)
+                b.data.clamp_(-0.02, 0.02)
+                m.data.copy_(torch.where(m.to(dtype) == a, m, a.float()))
+        _gradients([plain, ours], step)
+        naive.take_gradients()
+        naive.step()
+        opt.step()
+        opt.zero_grad()
+        if not _same(plain, ours):
+            failures.append(f"parameters differ after step {step}")
+    return failures
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "world_size", "layout", "with_module"),
+    [
+        ("nccl", 1, "sliced", True),
+        ("nccl", 1, "whole", False),
+        ("gloo", 2, "sliced", True),
+        ("gloo", 2, "whole", True),
+        ("gloo", 2, "sliced", False),
+    ],
+)
+def test_masters_have_the_numbers_of_masters_that_nobody_shards(
+    dtype: torch.dtype, fused: bool, backend: str, world_size: int, layout: str, with_module: bool
+) -> None:
+    outcome = run_ranks(
+        _with_masters, world_size, dtype, fused, layout, with_module, backend=backend
+    )
+    assert outcome == [[]] * world_size
+
+
+def _steps_without_waiting(policy: MixedPrecision) -> int:
+    model = _model().cuda().bfloat16()
+    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, precision=policy, lr=1e-3, fused=True)
+    for step in range(3):
+        _gradients([model], step)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        opt.step()
+        torch.cuda.set_sync_debug_mode("default")
+    return 3
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_step_does_not_wait_for_the_device(stochastic: bool) -> None:
+    policy = MixedPrecision(None if stochastic else torch.float32, stochastic_rounding=stochastic)
+    assert run_ranks(_steps_without_waiting, 1, policy, backend="nccl") == [3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_draws_the_same_on_every_device(dtype: torch.dtype) -> None:
+    source = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    rounded = []
+    for device in ("cpu", "cuda"):
+        target = torch.empty(source.numel(), dtype=dtype, device=device)
+        StochasticRounding(4).round_into(target, source.to(device), param=1, offset=64)
+        rounded.append(target.cpu())
+    assert torch.equal(*rounded)
+
+
+def _device_bytes() -> float:
+    """Bytes per element of the model, beside the pool that gradients travel through."""
+    width = 2048
+    # cuBLAS keeps work space for each thread that uses it: forward's and backward's.
+    first = nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16)
+    first(torch.randn(8, width, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    del first
+    before = torch.cuda.memory_allocated()
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(24)))
+    model = model.cuda().bfloat16()
+    numel = sum(param.numel() for param in model.parameters())
+    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, module=model, lr=1e-3)
+    for step in range(2):
+        torch.manual_seed(step)
+        model(torch.randn(8, width, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    torch.cuda.synchronize()
+    gradients: Any = opt._gradients
+    own = {lane.shard.data_ptr() for lane in gradients._lanes}
+    pooled = {
+        lane.buffer.untyped_storage().data_ptr(): lane.buffer.untyped_storage().nbytes()
+        for lane in gradients._lanes
+        if lane.buffer.data_ptr() not in own
+    }
+    return (torch.cuda.memory_allocated() - before - sum(pooled.values())) / numel
+
+
+def test_memory_on_the_device_is_2_bytes_and_16_divided_by_the_ranks() -> None:
+    assert run_ranks(_device_bytes, 1, backend="nccl") == [pytest.approx(2 + 16, rel=0.02)]
+    assert run_ranks(_device_bytes, 2) == [pytest.approx(2 + 16 / 2, rel=0.02)] * 2

@@ -1,0 +1,104 @@
+"""Checkpoints of state on a CUDA device: written from there, loaded to there, and elsewhere."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from torch import nn
+
+from shardstep import ZeroRedundancyOptimizer
+from shardstep import checkpoint as ckpt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 300), nn.GELU(), nn.Linear(300, 200), nn.LayerNorm(200))
+
+
+def _train(model: nn.Module, opt: Any, steps: range, device: str) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        model(torch.randn(16, 96, generator=generator).to(device)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def _make(device: str, **options: Any) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    model = _model().to(device)
+    opt = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, module=model, lr=1e-2, bucket_bytes=1, **options
+    )
+    return model, opt
+
+
+def _goes_on(folder: str, fused: bool) -> list[str]:
+    """Save there and then, in the background and by torch's own module; train on from each."""
+    failures = []
+    model, opt = _make("cuda", fused=fused)
+    _train(model, opt, range(3), "cuda")
+    ckpt.save(Path(folder) / "sync", opt, model)
+    dcp.save({"opt": opt, "model": model.state_dict()}, checkpoint_id=Path(folder) / "dcp")
+    pending = ckpt.async_save(Path(folder) / "async", opt, model)
+    _train(model, opt, range(3, 6), "cuda")
+    pending.wait()
+    for name in ("sync", "async", "dcp"):
+        again, loaded = _make("cuda", fused=fused)
+        if name == "dcp":
+            values = again.state_dict()
+            dcp.load({"opt": loaded, "model": values}, checkpoint_id=Path(folder) / name)
+            again.load_state_dict(values)
+        else:
+            ckpt.load(Path(folder) / name, loaded, again)
+        for state in loaded.optim.state.values():
+            if state["exp_avg"].device.type != "cuda":
+                failures.append(f"{name}: moments on {state['exp_avg'].device}")
+            if (state["step"].device.type == "cuda") is not fused:
+                failures.append(f"{name}: the step counter on {state['step'].device}")
+        _train(again, loaded, range(3, 6), "cuda")
+        for (key, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
+            if not torch.equal(a, b):
+                failures.append(f"{name}: {key}")
+    return failures
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("backend", "world_size"), [("nccl", 1), ("gloo", 2)])
+def test_training_goes_on_bit_for_bit(backend: str, world_size: int, fused: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for failures in run_ranks(_goes_on, world_size, folder, fused, backend=backend):
+            assert not failures
+
+
+def _cross(folder: str, source: str, target: str) -> bool:
+    """State saved on one device is the same on another."""
+    model, opt = _make(source)
+    _train(model, opt, range(3), source)
+    ckpt.save(Path(folder) / "x", opt, model)
+    again, loaded = _make(target)
+    ckpt.load(Path(folder) / "x", loaded, again)
+    names = [name for name, _ in model.named_parameters()]
+    return all(
+        torch.equal(value.cpu(), loaded.full_state(name)[key].cpu())
+        for name in names
+        for key, value in opt.full_state(name).items()
+    ) and all(
+        torch.equal(a.cpu(), b.cpu())
+        for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(("source", "target"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_devices_do_not_matter(source: str, target: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert all(run_ranks(_cross, 2, folder, source, target))

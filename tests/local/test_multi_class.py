@@ -1,0 +1,300 @@
+"""Several classes in one optimizer, Muon for matrices and AdamW for the rest: as if apart."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import PROBLEMS, make_gpt
+from problems import copies, difference, differing, make_params, set_gradients
+from ranks import raises_on_every_rank, run_ranks
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
+
+from shardstep import ZeroRedundancyOptimizer
+from shardstep.local.multi_class import MultiClass, full_name, split_state_dict
+
+MUON = {"lr": 0.02, "weight_decay": 0.1}
+ADAMW = {"lr": 0.003, "betas": (0.8, 0.95)}
+STEPS = range(6)
+
+
+def is_hidden(name: str, param: torch.Tensor) -> bool:
+    """Whether Muon is to update it: matrices that are not embeddings."""
+    return param.dim() == 2 and "emb" not in name and "head" not in name
+
+
+def divided(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    named = list(module.named_parameters())
+    hidden = [param for name, param in named if is_hidden(name, param)]
+    rest = [param for name, param in named if not is_hidden(name, param)]
+    assert hidden
+    assert rest
+    return hidden, rest
+
+
+def groups_of(module: nn.Module) -> list[dict[str, Any]]:
+    hidden, rest = divided(module)
+    return [{"params": hidden, "optimizer_class": optim.Muon, **MUON}, {"params": rest}]
+
+
+class Apart:
+    """Muon and AdamW as people use them: two optimizers, stepped one after the other."""
+
+    def __init__(self, module: nn.Module) -> None:
+        hidden, rest = divided(module)
+        self.muon, self.adamw = optim.Muon(hidden, **MUON), optim.AdamW(rest, **ADAMW)
+        self.param_groups = self.muon.param_groups + self.adamw.param_groups
+
+    def step(self) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self) -> None:
+        self.muon.zero_grad()
+        self.adamw.zero_grad()
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(7)
+    return make_gpt()
+
+
+def train(opt: Any, module: nn.Module, steps: range = STEPS) -> list[torch.Tensor]:
+    params = list(module.parameters())
+    for step in steps:
+        set_gradients(params, step, missing=step % 2 == 1)
+        opt.step()
+        opt.zero_grad()
+    return copies(params)
+
+
+# --------------------------------------------------------------------------------- in one process
+
+
+def test_a_mixture_is_its_parts() -> None:
+    one, other = gpt(), gpt()
+    mixture = MultiClass(groups_of(one), optim.AdamW, **ADAMW)
+    apart = Apart(other)
+    schedulers = [
+        lr_scheduler.StepLR(mixture, 1, 0.5),
+        lr_scheduler.StepLR(apart.muon, 1, 0.5),
+        lr_scheduler.StepLR(apart.adamw, 1, 0.5),
+    ]
+    for step in STEPS:
+        now = range(step, step + 1)
+        got, expected = train(mixture, one, now), train(apart, other, now)
+        for scheduler in schedulers:
+            scheduler.step()
+        assert differing(expected, got) == []
+    assert [g["lr"] for g in mixture.param_groups] == [g["lr"] for g in apart.param_groups]
+    assert [type(part) for part in mixture.parts] == [optim.Muon, optim.AdamW]
+
+
+def test_its_state_dict_divides_into_those_of_its_parts() -> None:
+    one, other = gpt(), gpt()
+    mixture, apart = MultiClass(groups_of(one), optim.AdamW, **ADAMW), Apart(other)
+    train(mixture, one)
+    train(apart, other)
+    parts = split_state_dict(mixture.state_dict())
+    assert list(parts) == [full_name(optim.Muon), full_name(optim.AdamW)]
+    assert difference(apart.muon.state_dict(), parts[full_name(optim.Muon)]) is None
+    assert difference(apart.adamw.state_dict(), parts[full_name(optim.AdamW)]) is None
+    again = MultiClass(groups_of(copy.deepcopy(one)), optim.AdamW, lr=9.0)
+    again.load_state_dict(mixture.state_dict())
+    assert difference(mixture.state_dict(), again.state_dict()) is None
+    assert all(part.state is again.state for part in again.parts)
+    assert again.param_groups[0] is again.parts[0].param_groups[0]
+
+
+def _winged(params: Any, **options: Any) -> optim.Optimizer:
+    return optim.SGD(params, wings=options)  # type: ignore[call-arg]
+
+
+def test_groups_of_the_default_class_share_one_optimizer() -> None:
+    params = make_params([(3, 3)] * 4, frozen=())
+    mixture = MultiClass(
+        [
+            {"params": [params[0]], "lr": 0.5},
+            {"params": [params[1]], "optimizer_class": optim.Muon, "label": "hidden"},
+            {"params": [params[2]]},
+        ],
+        optim.SGD,
+        lr=0.1,
+    )
+    mixture.add_param_group({"params": [params[3]], "optimizer_class": optim.Adam, "lr": 0.2})
+    assert [len(part.param_groups) for part in mixture.parts] == [2, 1, 1]
+    assert [group["lr"] for group in mixture.param_groups] == [0.5, 1e-3, 0.1, 0.2]
+    assert mixture.param_groups[1]["label"] == "hidden"
+    group = {"params": [params[0]], "optimizer_class": _winged, "lr": 1}
+    with pytest.raises(TypeError, match="wings"):
+        MultiClass([group], optim.SGD)
+    with pytest.raises(ValueError, match="has to be an optimizer class, not 'Muon'"):
+        MultiClass([{"params": [params[0]], "optimizer_class": "Muon"}], optim.SGD)
+
+
+def test_a_state_dict_of_other_classes_is_refused() -> None:
+    one = gpt()
+    saved = MultiClass(groups_of(one), optim.AdamW, **ADAMW).state_dict()
+    hidden, rest = divided(gpt())
+    groups = [{"params": hidden, "optimizer_class": optim.SGD}, {"params": rest}]
+    other = MultiClass(groups, optim.AdamW)
+    with pytest.raises(ValueError, match=r"group 0 .*Muon.*SGD"):
+        other.load_state_dict(saved)
+
+
+# ------------------------------------------------------------------------------- divided by ranks
+
+
+def _beside_unsharded(view: bool) -> list[str]:
+    """The same gradients on every rank: what DDP gives, without its rounding at four ranks."""
+    failures = []
+    plain = gpt()
+    expected = train(Apart(plain), plain)
+    module = gpt()
+    opt = ZeroRedundancyOptimizer(
+        groups_of(module), optim.AdamW, None, view, bucket_bytes=1 << 14, **ADAMW
+    )
+    layouts = {spec.layout for spec in opt.plan.specs if spec.group == 0}
+    layouts_of_rest = {spec.layout for spec in opt.plan.specs if spec.group == 1}
+    if opt.world_size > 1 and (layouts, layouts_of_rest) != ({"whole"}, {"sliced"}):
+        failures.append(f"layouts {layouts} and {layouts_of_rest}")
+    if wrong := differing(expected, train(opt, module)):
+        failures.append(f"parameters {wrong}")
+    return failures
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_muon_and_adamw_on_the_gpt_equal_the_unsharded_ones(world_size: int) -> None:
+    for view in (False, True):
+        assert run_ranks(_beside_unsharded, world_size, view) == [[]] * world_size
+
+
+def _beside_ddp() -> list[int]:
+    problem = PROBLEMS["gpt"]
+    results = []
+    for sharded in (False, True):
+        module = problem.fresh()
+        model: Any = module
+        if sharded:
+            opt: Any = ZeroRedundancyOptimizer(
+                groups_of(module), optim.AdamW, module=module, bucket_bytes=1 << 14, **ADAMW
+            )
+        else:
+            model = DistributedDataParallel(module)
+            opt = Apart(module)
+        losses = []
+        for step in STEPS:
+            loss = problem.loss(model, step)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.detach())
+        results.append([*losses, *copies(module.parameters())])
+    return differing(*results)
+
+
+def test_with_module_two_ranks_equal_ddp_with_both() -> None:
+    assert run_ranks(_beside_ddp, 2) == [[], []]
+
+
+def _state_travels(saved: Any, values: Any) -> tuple[Any, Any, list[str]]:
+    """Loads what another number of ranks saved, trains on, and saves again."""
+    failures = []
+    module = gpt()
+    opt = ZeroRedundancyOptimizer(groups_of(module), optim.AdamW, bucket_bytes=1 << 14, **ADAMW)
+    if saved is not None:
+        with torch.no_grad():
+            for param, value in zip(module.parameters(), values, strict=True):
+                param.copy_(value)
+        opt.load_state_dict(saved)
+    train(opt, module, range(0, 3) if saved is None else range(3, 6))
+    opt.consolidate_state_dict()
+    return (opt.state_dict() if opt.rank == 0 else None), copies(module.parameters()), failures
+
+
+def test_state_is_saved_and_loaded_at_other_numbers_of_ranks_and_into_plain_optimizers() -> None:
+    plain = gpt()
+    apart = Apart(plain)
+    train(apart, plain, range(3))
+    (saved, values, _), *_ = run_ranks(_state_travels, 2, None, None)
+    parts = split_state_dict(saved)
+    assert difference(apart.muon.state_dict(), parts[full_name(optim.Muon)]) is None
+    assert difference(apart.adamw.state_dict(), parts[full_name(optim.AdamW)]) is None
+    train(apart, plain, range(3, 6))
+    (saved, values, _), *_ = run_ranks(_state_travels, 3, saved, values)
+    assert differing(copies(plain.parameters()), values) == []
+    assert (
+        difference(apart.muon.state_dict(), split_state_dict(saved)[full_name(optim.Muon)]) is None
+    )
+
+
+def _changes() -> list[str]:
+    """Freezing, unfreezing and adding groups move the state of both classes."""
+    failures = []
+    results = []
+    for sharded in (False, True):
+        module = gpt()
+        first, second, *hidden = divided(module)[0]
+        rest = divided(module)[1]
+        groups = [{"params": hidden, "optimizer_class": optim.Muon, **MUON}, {"params": rest}]
+        opt: Any = (
+            ZeroRedundancyOptimizer(groups, optim.AdamW, bucket_bytes=1 << 14, **ADAMW)
+            if sharded
+            else MultiClass(groups, optim.AdamW, **ADAMW)
+        )
+        params = list(module.parameters())
+        for step in range(9):
+            if step == 2:
+                opt.add_param_group({"params": [first], "optimizer_class": optim.Muon, **MUON})
+                opt.add_param_group({"params": [second], "lr": 0.01})
+            for param in (hidden[0], rest[0]):
+                param.requires_grad_(not 3 <= step < 6)
+            set_gradients(params, step)
+            opt.step()
+            opt.zero_grad()
+        names = [group["optimizer_class"].split(".")[-1] for group in opt.param_groups]
+        if names != ["Muon", "AdamW", "Muon", "AdamW"]:
+            failures.append(f"other classes: {names}")
+        results.append(copies(params))
+    return failures + [f"parameter {number}" for number in differing(*results)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_freezing_and_adding_groups_keep_the_numbers(world_size: int) -> None:
+    assert run_ranks(_changes, world_size) == [[]] * world_size
+
+
+# ------------------------------------------------------------------------------------ bad input
+
+
+def _other_classes() -> None:
+    cls = [optim.Muon, optim.SGD][dist.get_rank()]
+    params = make_params([(4, 4), (5,)], frozen=())
+    groups = [{"params": params[:1], "optimizer_class": cls, "lr": 0.1}, {"params": params[1:]}]
+    ZeroRedundancyOptimizer(groups, optim.AdamW)
+
+
+def _wrong_option() -> None:
+    param = nn.Parameter(torch.zeros(4, 4))
+    ZeroRedundancyOptimizer(
+        [{"params": [param], "optimizer_class": optim.Muon, "lr": -1.0}], optim.AdamW
+    )
+
+
+def _late_class() -> None:
+    params = make_params([(4, 4), (5, 5)], frozen=())
+    opt = ZeroRedundancyOptimizer(params[:1], optim.AdamW)
+    opt.add_param_group({"params": params[1:], "optimizer_class": optim.Muon})
+
+
+def test_what_cannot_be_mixed_is_refused_on_every_rank() -> None:
+    raises_on_every_rank(_other_classes, 2, ValueError, match="rank 0 has .* where rank 1 has")
+    raises_on_every_rank(_wrong_option, 2, ValueError, match="(?i)learning rate")
+    raises_on_every_rank(
+        _late_class, 2, ValueError, match="name the class of a group from the start"
+    )

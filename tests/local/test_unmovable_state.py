@@ -1,0 +1,204 @@
+"""What a class keeps of its parameters beside its state is not lost without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from problems import differing
+from ranks import raises_on_every_rank, run_ranks
+from torch.optim import SGD, Optimizer
+
+from shardstep import ZeroRedundancyOptimizer
+
+SHAPES = [(33, 22), (33, 22), (70,), (40, 40), (5, 64)]
+
+
+class UnderParameters(SGD):
+    """Keeps its moments in an attribute, under the parameters."""
+
+    key: Callable[[torch.Tensor], Any] = staticmethod(lambda param: param)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        moments = self.__dict__.setdefault("moments", {})
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    before = moments.get(self.key(p), torch.zeros_like(p))
+                    moments[self.key(p)] = before * 0.9 + p.grad
+                    p.sub_(moments[self.key(p)], alpha=group["lr"])
+
+
+class UnderIdentities(UnderParameters):
+    key = staticmethod(id)
+
+
+class InOrder(SGD):
+    """Keeps them in a list, in the order of the parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        if not hasattr(self, "moments"):
+            self.moments = [torch.zeros_like(p) for p in params]
+        for p, moment in zip(params, self.moments, strict=True):
+            if p.grad is not None:
+                moment.mul_(0.9).add_(p.grad)
+                p.sub_(moment, alpha=self.param_groups[0]["lr"])
+
+
+class Around(Optimizer):
+    """Has another optimizer step for it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inner = SGD(self.param_groups, lr=lr, momentum=0.9)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+
+
+class ThroughViews(SGD):
+    """Writes to its parameters through views that it keeps in its state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("view", p.detach()).sub_(p.grad, alpha=group["lr"])
+
+
+class ThroughEarlyViews(SGD):
+    """The same, made from the start."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.views = {"all": [p.detach() for g in self.param_groups for p in g["params"]]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, view in zip(self.param_groups[0]["params"], self.views["all"], strict=True):
+            if p.grad is not None:
+                view.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
+HIDING = [UnderParameters, UnderIdentities, InOrder, Around, ThroughViews, ThroughEarlyViews]
+
+
+def train(opt: Optimizer, params: list[torch.nn.Parameter], steps: range) -> None:
+    for step in steps:
+        for number, p in enumerate(params):
+            source = torch.Generator().manual_seed(100 * step + number)
+            p.grad = torch.randn(p.shape, generator=source) if p.requires_grad else None
+        opt.step()
+        opt.zero_grad()
+
+
+def make_params() -> list[torch.nn.Parameter]:
+    source = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=source)) for shape in SHAPES]
+
+
+def beside_unsharded(cls: Any) -> list[int]:
+    params = make_params()
+    mirror = make_params()
+    train(cls(mirror, lr=0.1), mirror, range(4))
+    train(ZeroRedundancyOptimizer(params, cls, lr=0.1), params, range(4))
+    return differing(mirror, params)
+
+
+def after_freezing(cls: Any, layout: str) -> None:
+    params = make_params()
+    opt = ZeroRedundancyOptimizer(params, cls, layout=layout, lr=0.1)
+    train(opt, params, range(3))
+    params[3].requires_grad_(False)
+    train(opt, params, range(3, 6))
+
+
+def after_adding_a_group(cls: Any) -> None:
+    first, *params = make_params()
+    opt = ZeroRedundancyOptimizer(params, cls, lr=0.1)
+    train(opt, params, range(3))
+    opt.add_param_group({"params": [first]})
+
+
+@pytest.mark.parametrize("cls", HIDING)
+def test_its_numbers_are_those_of_the_unsharded_class(cls: Any) -> None:
+    assert run_ranks(beside_unsharded, 2, cls) == [[], []]
+
+
+@pytest.mark.parametrize("layout", ["sliced", "whole"])
+@pytest.mark.parametrize("cls", HIDING)
+def test_it_is_not_left_behind_when_a_parameter_is_frozen(cls: Any, layout: str) -> None:
+    match = "following a change of the parameters would lose what .* keeps|failed on rank"
+    raises_on_every_rank(after_freezing, 2, RuntimeError, cls, layout, match=match)
+
+
+def test_it_is_not_left_behind_when_a_group_is_added() -> None:
+    match = "add_param_group would lose what UnderParameters keeps .*'moments'"
+    raises_on_every_rank(after_adding_a_group, 2, RuntimeError, UnderParameters, match=match)
+
+
+def in_buckets() -> None:
+    ZeroRedundancyOptimizer(
+        make_params(), ThroughEarlyViews, parameters_as_bucket_view=True, lr=0.1
+    )
+
+
+def test_views_from_before_parameters_move_into_buckets_are_refused() -> None:
+    raises_on_every_rank(in_buckets, 2, ValueError, match="ThroughEarlyViews keeps a view")
+
+
+class Innocent(SGD):
+    """Has tensors of its own, but none for each parameter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.table = {"map": torch.zeros(70), "other": torch.zeros(70)}
+        self.count = torch.zeros(())
+        self.sizes = [p.numel() for group in self.param_groups for p in group["params"]]
+
+
+def frozen_beside_unsharded(cls: Any) -> list[int]:
+    params = make_params()
+    mirror = make_params()
+    for each, opt in (
+        (mirror, cls(mirror, lr=0.1)),
+        (params, ZeroRedundancyOptimizer(params, cls, lr=0.1)),
+    ):
+        train(opt, each, range(3))
+        each[3].requires_grad_(False)
+        train(opt, each, range(3, 6))
+    return differing(mirror, params)
+
+
+def test_other_attributes_do_no_harm() -> None:
+    assert run_ranks(frozen_beside_unsharded, 2, Innocent) == [[], []]
+
+
+class Listing(SGD):
+    """Keeps the parameters themselves, which stay what they are when their data moves."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.every = [param for group in self.param_groups for param in group["params"]]
+
+
+@pytest.mark.parametrize("second", [{}, {"optimizer_class": SGD, "lr": 0.1}])
+def test_parameters_that_are_plain_tensors_are_not_taken_for_views_of_themselves(
+    second: dict[str, Any],
+) -> None:
+    tensors = [torch.ones(4, 4, requires_grad=True) for _ in range(2)]
+    groups = [{"params": tensors[:1]}, {"params": tensors[1:], **second}]
+    opt = ZeroRedundancyOptimizer(groups, Listing, parameters_as_bucket_view=True, lr=0.1)
+    sum(tensor.sum() for tensor in tensors).backward()  # type: ignore[union-attr]
+    opt.step()
+    for tensor in tensors:
+        torch.testing.assert_close(tensor, torch.full((4, 4), 0.9), rtol=0, atol=0)

@@ -1,0 +1,469 @@
+"""Norm, clipping and the verdict of a GradScaler are those of the whole gradient, on every rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import (
+    MLP,
+    MLP_PROBLEM,
+    PROBLEMS,
+    SGD,
+    Kind,
+    Problem,
+    Setup,
+    failing,
+    furthest,
+    noise,
+    rank,
+    train,
+    with_ddp,
+    with_zero,
+)
+from problems import copies, differing, same_bits
+from ranks import raises_on_every_rank, run_ranks
+from torch import Tensor, nn, optim
+from torch.amp import GradScaler
+
+from shardstep import ZeroRedundancyOptimizer
+
+
+def _tiny() -> nn.Module:
+    """So small that with whole parameters one of three ranks owns nothing."""
+    return nn.Sequential(nn.Linear(16, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+
+CLIPPED = {
+    "mlp": MLP_PROBLEM,
+    "branching": PROBLEMS["branching"],
+    "mixed dtypes": PROBLEMS["mixed dtypes"],
+    "tiny": Problem(_tiny, MLP_PROBLEM.loss),
+}
+
+
+def _clip_all(setup: Setup, problem: Problem, norm_type: float) -> list[Tensor]:
+    norms = []
+    for step in range(4):
+        setup.backward(step, problem)
+        # At some steps it has an effect, at others none.
+        norms.append(setup.clip((0.01, 1e6)[step % 2], norm_type).detach().clone())
+        setup.finish()
+    return norms
+
+
+def _against_ddp() -> tuple[list[str], list[Tensor]]:
+    failures = []
+    seen: list[Tensor] = []
+    for name, problem in CLIPPED.items():
+        for norm_type in (1.0, 2.0, float("inf"), 3.5):
+            ddp = with_ddp(problem.fresh(), SGD, find_unused_parameters=problem.find_unused)
+            expected = _clip_all(ddp, problem, norm_type)
+            for layout in ("sliced", "whole"):
+                zero = with_zero(problem.fresh(), SGD, layout=layout)
+                got = _clip_all(zero, problem, norm_type)
+                seen += got
+                # A bfloat16 gradient has its own norm rounded to bfloat16, a part of it apart.
+                # A 1-norm is a sum of 50,000 numbers in single precision; torch's own is as far
+                # from the exact one.
+                single = 3e-6 if norm_type == 1 else 1e-6
+                tolerance = 5e-3 if name == "mixed dtypes" else single
+                for a, b in zip(expected, got, strict=True):
+                    if not torch.allclose(a.float(), b.float(), rtol=tolerance, atol=0):
+                        failures.append(f"{name}, {norm_type}, {layout}: norm {a} came as {b}")
+                if furthest(ddp.params, zero.params) > max(1e-5, tolerance):
+                    failures.append(f"{name}, {norm_type}, {layout}: parameters")
+    return failures, seen
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_norms_and_clipped_steps_equal_those_under_ddp_and_are_the_same_on_all_ranks(
+    world_size: int,
+) -> None:
+    """Both layouts, unused parameters, a rank that owns nothing: each element counts once."""
+    outcomes = run_ranks(_against_ddp, world_size, timeout=110)
+    for failures, norms in outcomes:
+        assert failures == []
+        assert differing(outcomes[0][1], norms) == []
+
+
+def _counted_once() -> list[str]:
+    """A gradient of ones: the 1-norm is the number of elements."""
+    failures = []
+    for layout in ("sliced", "whole"):
+        zero = with_zero(MLP_PROBLEM.fresh(), SGD, layout=layout)
+        sum(param.sum() for param in zero.module.parameters()).backward()
+        norm = zero.clip(1e9, 1.0).item()
+        count = sum(param.numel() for param in zero.module.parameters())
+        if norm != count:
+            failures.append(f"{layout}: {norm} for {count} elements")
+    return failures
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_element_counts_once(world_size: int) -> None:
+    assert run_ranks(_counted_once, world_size) == [[]] * world_size
+
+
+def _traffic() -> tuple[int, int]:
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    zero.backward(0)
+    zero.opt._gradients.collect()
+    calls, sent = (
+        sum(counter.values())
+        for counter in (zero.opt._comm.ledger.calls, zero.opt._comm.ledger.nbytes_sent)
+    )
+    zero.clip(1.0)
+    ledger = zero.opt._comm.ledger
+    return sum(ledger.calls.values()) - calls, sum(ledger.nbytes_sent.values()) - sent
+
+
+def test_clipping_costs_one_small_collective() -> None:
+    for calls, nbytes in run_ranks(_traffic, 2):
+        assert calls == 1
+        assert nbytes <= 16
+
+
+def _nonfinite() -> list[str]:
+    """One rank has a NaN in its batch: all ranks raise, and nothing was scaled."""
+    failures = []
+    for layout in ("sliced", "whole"):
+        for bad in (float("nan"), float("inf")):
+            zero = with_zero(MLP_PROBLEM.fresh(), SGD, layout=layout)
+            loss = MLP_PROBLEM.loss(zero.model, 0)
+            (loss * bad if rank() == 0 else loss).backward()
+            try:
+                zero.clip(1.0, error_if_nonfinite=True)
+                failures.append(f"{layout}, {bad}: did not raise")
+            except RuntimeError as error:
+                if "cannot be clipped" not in str(error):
+                    failures.append(f"{layout}, {bad}: {error}")
+            if torch.isfinite(zero.clip(1.0)):
+                failures.append(f"{layout}, {bad}: the norm is finite")
+            zero.opt.zero_grad()
+            zero.backward(0)
+            zero.clip(1.0, error_if_nonfinite=True)
+            zero.finish()
+    return failures
+
+
+def test_a_norm_that_is_not_finite_raises_on_every_rank_if_asked_to() -> None:
+    assert run_ranks(_nonfinite, 2) == [[], []]
+
+
+# -------------------------------------------------------- what would clip a part, or nothing at all
+
+
+def _refused() -> list[str]:
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    params = list(zero.module.parameters())
+    acts: dict[str, Callable[[], object]] = {
+        "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(params, 1.0),
+        "clip_grad_norm_ foreach": lambda: nn.utils.clip_grad_norm_(params, 1.0, foreach=True),
+        "clip_grad_norm_ inf": lambda: nn.utils.clip_grad_norm_(params, 1.0, float("inf")),
+        "clip_grad_value_": lambda: nn.utils.clip_grad_value_(params, 1.0),
+        "clip_grad_value_ foreach": lambda: nn.utils.clip_grad_value_(params, 1.0, foreach=True),
+        "get_total_norm": lambda: nn.utils.get_total_norm([p.grad for p in params]),
+        "add": lambda: params[0].grad + 1,
+        "add on the right": lambda: torch.ones(params[0].shape) + params[0].grad,
+        "add in place": lambda: params[0].grad.add_(1),
+        "add to it": lambda: params[0].grad.add_(torch.ones(params[0].shape)),
+        "mul in place": lambda: params[0].grad.mul_(2),
+        "data": lambda: params[0].grad.data.div_(2),
+        "norm": lambda: params[0].grad.norm(),
+        "item": lambda: params[-1].grad[0].item(),
+        "clone": lambda: params[0].grad.clone(),
+        "numpy": lambda: params[0].grad.numpy(),
+        "tolist": lambda: params[0].grad.tolist(),
+        "isnan": lambda: torch.isnan(params[0].grad).any(),
+        "cat": lambda: torch.cat([p.grad.flatten() for p in params]),
+        "copy from": lambda: torch.zeros(params[0].shape).copy_(params[0].grad),
+        "copy to": lambda: params[0].grad.copy_(torch.zeros(params[0].shape)),
+        "all_reduce": lambda: torch.distributed.all_reduce(params[0].grad),
+        "to": lambda: params[0].grad.to(torch.float64),
+    }
+    zero.backward(0)
+    failures = []
+    for name, act in acts.items():
+        try:
+            act()
+            failures.append(f"{name} was done")
+        except Exception as error:
+            named = "optimizer.clip_grad_norm_" in str(error) and "layers." in str(error)
+            if not named and "not supported for tensor subclasses" not in str(error):
+                failures.append(f"{name}: {type(error).__name__}: {error}")
+    # Nothing of this has done any harm, and what can be known of a gradient is.
+    for param in params:
+        assert param.grad is not None
+        assert (param.grad.shape, param.grad.dtype) == (param.shape, param.dtype)
+        assert "layers." in repr(param.grad)
+    reference = with_ddp(MLP_PROBLEM.fresh(), SGD)
+    reference.backward(0)
+    for setup in (zero, reference):
+        setup.finish()
+    return failures + [f"harm {n}" for n in differing(reference.params, zero.params)]
+
+
+def test_whatever_would_see_a_part_of_a_gradient_raises_and_names_what_to_call() -> None:
+    assert run_ranks(_refused, 2) == [[], []]
+
+
+def _handed_on() -> list[str]:
+    """One parameter is given what stands in another one's `grad`; its numbers are not in it."""
+    zero, other = (with_zero(MLP_PROBLEM.fresh(), SGD) for _ in range(2))
+    target = zero.module.get_parameter("layers.1.weight")
+    sources = [setup.module.get_parameter("layers.2.weight") for setup in (zero, other)]
+    acts: dict[str, Callable[[], object]] = {
+        "step": zero.opt.step,
+        "clip": lambda: zero.clip(1.0),
+        "full_grad": lambda: zero.opt.full_grad("layers.2.weight"),
+        "backward": lambda: zero.backward(1),
+    }
+    failures = []
+    for source in sources:
+        for name, act in acts.items():
+            zero.backward(0)
+            other.backward(0)
+            target.grad = source.grad
+            try:
+                act()
+                failures.append(f"{name} was done")
+            except RuntimeError as error:
+                if not re.search(
+                    r"layers\.1\.weight.*full_grad\('layers\.2\.weight'\)", str(error)
+                ):
+                    failures.append(f"{name}: {error}")
+            zero.opt.zero_grad()
+            other.opt.zero_grad()
+    reference = with_ddp(MLP_PROBLEM.fresh(), SGD)
+    for setup in (zero, reference):
+        train(setup, MLP_PROBLEM, range(2))
+    return failures + [f"harm {n}" for n in differing(reference.params, zero.params)]
+
+
+def test_a_stand_in_is_not_taken_for_the_gradient_of_another_parameter() -> None:
+    assert run_ranks(_handed_on, 2) == [[], []]
+
+
+# ----------------------------------------------------------------------------------- GradScaler
+
+
+def _scaled(setup: Setup, order: str, problem: Problem = MLP_PROBLEM) -> list[Tensor]:
+    """Scale, perhaps unscale and clip, step, update; at some steps one rank has an infinity."""
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    seen = []
+    for step in range(8):
+        loss = problem.loss(setup.model, step)
+        if step in (2, 5) and rank() == step % 2:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if order != "step":
+            scaler.unscale_(setup.opt)
+        if order == "unscale, clip, step":
+            seen.append(setup.clip(0.05).detach().clone())
+        scaler.step(setup.opt)
+        scaler.update()
+        if order == "step" and step == 3:
+            setup.module.zero_grad()
+        setup.opt.zero_grad()
+        seen.append(torch.tensor(scaler.get_scale()))
+        seen.append(torch.cat([p.detach().float().flatten() for p in setup.module.parameters()]))
+    return seen
+
+
+ORDERS = ("step", "unscale, step", "unscale, clip, step")
+
+
+def _zero_1(module: nn.Module, kind: Kind, **options: Any) -> Setup:
+    """DDP for the gradients, and this optimizer without the module."""
+    ddp = with_ddp(module, kind, find_unused_parameters=True)
+    opt: Any = ZeroRedundancyOptimizer(module.parameters(), kind[0], **options, **kind[1])
+    return Setup(ddp.model, module, opt, ddp.no_sync, opt.clip_grad_norm_)
+
+
+def _grad_scaler() -> list[str]:
+    checks: list[tuple[str, Any]] = []
+    for name in ("mlp", "branching"):
+        problem = PROBLEMS[name]
+        for kind in (SGD, (optim.AdamW, {"lr": 0.01}), (optim.AdamW, {"lr": 0.01, "fused": True})):
+            for order in ORDERS:
+                unused = problem.find_unused
+                ddp = with_ddp(problem.fresh(), kind, find_unused_parameters=unused)
+                expected = _scaled(ddp, order, problem)
+                for layout in ("sliced", "whole"):
+                    for make in (with_zero, _zero_1):
+                        got = _scaled(make(problem.fresh(), kind, layout=layout), order, problem)
+                        what = (
+                            f"{name} {kind[0].__name__} {kind[1]} {order} {layout} {make.__name__}"
+                        )
+                        if "clip" in order:
+                            # Skipped steps leave norms that are not finite.
+                            pairs = zip(expected, got, strict=True)
+                            close = all(
+                                torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
+                                for a, b in pairs
+                            )
+                            checks.append((what, not close))
+                        else:
+                            checks.append((what, differing(expected, got)))
+    return failing(checks)
+
+
+@pytest.mark.slow
+def test_a_grad_scaler_comes_to_ddps_decisions_and_numbers_whichever_rank_overflows() -> None:
+    assert run_ranks(_grad_scaler, 2, timeout=110) == [[], []]
+
+
+def _verdicts() -> list[tuple[float, list[Tensor]]]:
+    """Three ranks, one of which owns nothing, and each in turn has the infinity."""
+    outcomes = []
+    for bad in range(3):
+        for layout in ("sliced", "whole"):
+            problem = CLIPPED["tiny"]
+            zero = with_zero(problem.fresh(), SGD, layout=layout)
+            scaler = GradScaler("cpu", init_scale=64.0)
+            before = copies(zero.module.parameters())
+            loss = problem.loss(zero.model, 0)
+            scaler.scale(loss * float("inf") if rank() == bad else loss).backward()
+            scaler.unscale_(zero.opt)
+            scaler.step(zero.opt)
+            scaler.update()
+            outcomes.append(
+                (scaler.get_scale(), [a - b for a, b in zip(before, zero.params, strict=True)])
+            )
+    return outcomes
+
+
+def test_one_ranks_infinity_is_everybodys_even_for_a_rank_that_owns_nothing() -> None:
+    for outcomes in run_ranks(_verdicts, 3):
+        for scale, changes in outcomes:
+            assert scale == 32.0
+            assert not any(change.any() for change in changes)
+
+
+def _scaled_accumulation() -> list[int]:
+    """Micro-batches under no_sync, the last one outside of it, as a GradScaler needs it."""
+    results = []
+    for make in (with_ddp, with_zero):
+        setup = make(MLP_PROBLEM.fresh(), SGD)
+        scaler = GradScaler("cpu", init_scale=256.0, growth_interval=1)
+        for step in range(0, 9, 3):
+            with setup.no_sync():
+                for each in range(2):
+                    scaler.scale(MLP_PROBLEM.loss(setup.model, step + each)).backward()
+            scaler.scale(MLP_PROBLEM.loss(setup.model, step + 2)).backward()
+            scaler.unscale_(setup.opt)
+            scaler.step(setup.opt)
+            scaler.update()
+            setup.opt.zero_grad()
+        results.append([torch.tensor(scaler.get_scale()), *setup.params])
+    return differing(*results)
+
+
+def test_a_grad_scaler_over_accumulated_gradients_equals_ddp_to_the_bit() -> None:
+    assert run_ranks(_scaled_accumulation, 2) == [[], []]
+
+
+def _clip_without_gradients() -> Tensor:
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    return zero.clip(1.0)
+
+
+class _WithNothing(nn.Module):
+    """Has a parameter without elements, which some rank owns nevertheless."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self) -> Tensor:
+        return self.weight.square().sum() + self.nothing.sum()
+
+
+def _clip_with_nothing(dtype: torch.dtype) -> list[float]:
+    module = _WithNothing().to(dtype)
+    opt = ZeroRedundancyOptimizer(module.parameters(), optim.SGD, module=module, lr=0.1)
+    module().backward()
+    return [opt.clip_grad_norm_(100.0, norm_type).item() for norm_type in (torch.inf, 1.0)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_an_empty_parameter_counts_for_nothing_in_any_norm(world_size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert run_ranks(_clip_with_nothing, world_size, dtype) == [[10.0, 30.0]] * world_size
+
+
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(9, 70, dtype=torch.complex128, generator=random))
+        self.bias = nn.Parameter(torch.randn(5, generator=random))
+
+    def forward(self) -> Tensor:
+        return self.weight.abs().square().sum() + self.bias.square().sum()
+
+
+def _clip_complex() -> tuple[Tensor, Tensor]:
+    """The norm of gradients of 64 bits a number, and torch's own."""
+    divided, plain = _Complex(), _Complex()
+    opt = ZeroRedundancyOptimizer(divided.parameters(), optim.SGD, module=divided, lr=0.1)
+    divided().backward()
+    plain().backward()
+    return opt.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+
+
+def test_the_norm_is_as_precise_as_the_most_precise_gradient_complex_ones_too() -> None:
+    for norm, expected in run_ranks(_clip_complex, 2):
+        torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
+
+
+def test_without_gradients_the_norm_is_zero() -> None:
+    for norm in run_ranks(_clip_without_gradients, 2):
+        assert same_bits(norm, torch.tensor(0.0))
+
+
+def _unscale_twice() -> None:
+    zero = with_zero(MLP(), SGD)
+    scaler = GradScaler("cpu")
+    scaler.scale(zero.model(noise(0, 6, 16)).sum()).backward()
+    scaler.unscale_(zero.opt)
+    scaler.unscale_(zero.opt)
+
+
+def test_unscaling_twice_raises_on_every_rank() -> None:
+    raises_on_every_rank(_unscale_twice, 2, RuntimeError, match="already been called")
+
+
+def _held_back() -> tuple[list[float], list[Tensor]]:
+    """Only backward passes under `no_sync`, an infinity on one rank, then a scaler's step."""
+    torch.manual_seed(0)
+    model = nn.Linear(96, 16)
+    opt = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, module=model, lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0)
+    scales = []
+    for step in range(4):
+        with opt.no_sync():
+            for _ in range(2):
+                factor = float("inf") if step == 1 and rank() == 1 else 1.0
+                loss = model(torch.ones(2, 96)).sum() * factor
+                scaler.scale(loss).backward()
+        assert all(type(p.grad).__name__ == "ShardedGrad" for p in model.parameters())
+        if step == 2:
+            with pytest.raises(RuntimeError, match="clip_grad_norm_"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, copies(model.parameters())
+
+
+def test_gradients_that_no_sync_held_back_are_not_taken_for_everybodys() -> None:
+    (scales, params), (others, theirs) = run_ranks(_held_back, 2)
+    assert scales == others == [2.0, 1.0, 1.0, 1.0]
+    assert not differing(params, theirs)

@@ -1,0 +1,181 @@
+"""Between backward and step a rank holds its part of the gradient, a few buckets, and no more."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from models import ADAMW, MLP, MLP_PROBLEM, Problem, noise, with_zero
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from shardstep.gradients.reducer import POOL
+from shardstep.gradients.sharded_grad import ShardedGrad
+
+BIG = Problem(
+    lambda: MLP(width=192, depth=16), lambda model, step: model(noise(step, 4, 16)).square().mean()
+)
+
+
+def _storages() -> dict[int, int]:
+    """Bytes of every storage that Python can reach."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor) and not isinstance(thing, ShardedGrad):
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = thing.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)
+    return found
+
+
+def _measure_all() -> list[tuple[str, dict[str, int]]]:
+    gc.freeze()  # leaves what torch has made at its import out of the search
+    return [
+        (layout, _measure(layout, overlap, hold_back))
+        for layout in ("sliced", "whole")
+        for overlap, hold_back in ((True, False), (False, False), (True, True))
+    ]
+
+
+def _measure(layout: str, overlap: bool, hold_back: bool) -> dict[str, int]:
+    module = BIG.fresh()
+    before = _storages()
+    psi = sum(param.nbytes for param in module.parameters())
+    zero = with_zero(module, ADAMW, layout=layout, overlap=overlap)
+    for step in range(2):
+        zero.backward(step, BIG)
+        zero.finish()
+    resting = sum(_storages().values())
+    if hold_back:
+        with zero.no_sync():
+            zero.backward(7, BIG)
+    zero.backward(8, BIG)
+    in_flight = sum(_storages().values())
+    zero.opt._gradients.collect()
+    with_gradients = sum(_storages().values())
+    gradients = [param.grad for param in module.parameters()]
+    zero.opt.step()
+    stepped = sum(_storages().values())
+    buckets = zero.opt.plan.training_buckets
+    return {
+        "psi": psi,
+        "num_buckets": len(buckets),
+        "largest": max(bucket.nbytes for bucket in buckets),
+        "share": max(
+            sum(bucket.segment(r).numel * bucket.dtype.itemsize for bucket in buckets)
+            for r in range(zero.opt.world_size)
+        ),
+        "counted": zero.opt._gradients.nbytes,
+        "in flight": in_flight - resting,
+        "grew by": with_gradients - resting,
+        "grew by the step": stepped - with_gradients,
+        "beyond the model": resting - sum(before.values()),
+        "divided": sum(isinstance(grad, ShardedGrad) for grad in gradients),
+        "num_params": len(gradients),
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_take_their_share_and_a_pool_of_buckets(world_size: int) -> None:
+    for outcomes in run_ranks(_measure_all, world_size):
+        for layout, found in outcomes:
+            assert found["num_buckets"] >= 3 * POOL  # or a pool would be all there is
+            assert found["divided"] == found["num_params"]
+            # What is made at construction is all there ever is: a share and POOL buckets.
+            assert found["counted"] <= found["share"] + POOL * found["largest"]
+            assert found["share"] < 1.1 * found["psi"] / world_size
+            # What is received is added up when it is waited for: until then there is, for each
+            # bucket of the pool, this rank's segment from everybody else.
+            assert found["in flight"] <= POOL * (world_size - 1) * found["largest"]
+            if layout == "sliced":
+                assert found["in flight"] <= POOL * found["largest"] + 0.01 * found["psi"]
+            # A backward pass leaves nothing behind but flags, norms and the like.
+            assert found["grew by"] < 0.01 * found["psi"]
+            assert found["grew by the step"] < 0.01 * found["psi"]
+            # AdamW's two states and the gradient, a share each; parameters have moved into buckets.
+            most = 3 * found["share"] + POOL * found["largest"] + 0.06 * found["psi"]
+            assert found["beyond the model"] < most
+
+
+def _peak() -> dict[str, Any]:
+    """Gradients that are alive at once while backward runs: those of buckets not yet complete."""
+    zero = with_zero(BIG.fresh(), ADAMW)
+    for step in range(2):
+        zero.backward(step, BIG)
+        zero.finish()
+    params = list(zero.module.parameters())
+    alive: list[int] = []
+
+    def look(param: Tensor) -> None:
+        grads = [p.grad for p in params if p.grad is not None]
+        alive.append(sum(g.nbytes for g in grads if not isinstance(g, ShardedGrad)))
+
+    handles = [param.register_post_accumulate_grad_hook(look) for param in params]
+    zero.backward(3, BIG)
+    for handle in handles:
+        handle.remove()
+    zero.finish()
+    return {
+        "peak": max(alive),
+        "largest": max(bucket.nbytes for bucket in zero.opt.plan.training_buckets),
+        "psi": sum(param.nbytes for param in params),
+    }
+
+
+def test_whole_gradients_are_never_alive_all_at_once() -> None:
+    for found in run_ranks(_peak, 2):
+        assert found["peak"] <= 2 * found["largest"]
+        assert found["peak"] < found["psi"] / 4
+
+
+def _freed() -> list[str]:
+    """What autograd has made is gone after backward, and the model's memory after the model."""
+    zero = with_zero(BIG.fresh(), ADAMW)
+    made: list[weakref.ref[Tensor]] = []
+    for param in zero.module.parameters():
+        param.register_hook(lambda grad: made.append(weakref.ref(grad)))
+    zero.backward(0, BIG)
+    gc.collect()
+    alive = [ref for ref in made if ref() is not None]
+    failures = [f"{len(alive)} of {len(made)} gradients are alive"] if alive or not made else []
+    zero.finish()
+    zero.module(noise(0, 4, 16))  # lands everything
+    module: weakref.ref[nn.Module] = weakref.ref(zero.module)
+    opt: weakref.ref[Any] = weakref.ref(zero.opt)
+    del zero, param
+    gc.collect()
+    return failures + [name for name, ref in (("module", module), ("optimizer", opt)) if ref()]
+
+
+def test_gradients_module_and_optimizer_are_freed_when_nobody_has_them() -> None:
+    assert run_ranks(_freed, 2) == [[], []]
+
+
+def _growth() -> list[str]:
+    """Tensors that stay behind when gradients are set to zero, or never cleared."""
+    gc.freeze()
+    failures = []
+    for way in ("in place", "through the module", "never"):
+        zero = with_zero(MLP_PROBLEM.fresh(), ADAMW)
+        counts = []
+        for step in range(9):
+            zero.backward(step)
+            zero.opt.step()
+            if way == "in place":
+                zero.opt.zero_grad(set_to_none=False)
+            elif way == "through the module":
+                zero.module.zero_grad(set_to_none=False)
+            counts.append(len(_storages()))
+        if counts[-1] > counts[2]:
+            failures.append(f"{way}: {counts}")
+        zero.opt.detach()
+    return failures
+
+
+def test_memory_does_not_grow_with_the_number_of_steps() -> None:
+    assert run_ranks(_growth, 2) == [[], []]

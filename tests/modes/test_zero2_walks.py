@@ -1,0 +1,170 @@
+"""Whatever a loop does between two steps, and in whichever order, the numbers are one process's.
+
+Seeded walks of backward passes (held back, repeated, through a part of the model, with branches
+that other ranks do not take), clearing, clipping, looking at gradients, writing them and stepping.
+Beside each goes one process that has every rank's data and adds the means up itself. Both compute
+in float64, so that what is right differs in the last digits and what is wrong in the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+
+import pytest
+import torch
+from models import Branching, Kind, noise, rank, with_plain, with_zero, world_size
+from ranks import run_ranks
+from torch import Tensor, nn, optim
+from walks import Act, Walk, walked
+
+pytestmark = pytest.mark.slow
+
+KIND: Kind = (optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01})
+MAX_NORM = 0.05
+ACTS = 36
+WALKS = 20
+
+
+def _close(expected: Tensor, got: Tensor) -> bool:
+    return torch.allclose(expected, got, rtol=1e-9, atol=1e-12)
+
+
+class Looping(Walk):
+    """A loop over a divided model, and over one that is whole, in step."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._seed = seed
+        torch.manual_seed(seed)
+        self._whole = with_plain(Branching().double(), KIND)
+        self._divided = with_zero(
+            copy.deepcopy(self._whole.module),
+            KIND,
+            layout=self.chance.choice(["sliced", "whole"]),
+            overlap=self.chance.random() < 0.7,
+        )
+
+    def weights(self) -> dict[Act, float]:
+        return {
+            self.backward: 6,
+            self.backward_held_back: 3,
+            self.some_time_held_back: 2.5,
+            self.step: 4,
+            self.clear: 4,
+            self.clear_a_part: 1.5,
+            self.clip: 1,
+            self.look_at_gradients: 1,
+            self.write_a_gradient: 0.7,
+            self.scale_a_gradient: 0.7,
+            self.evaluate: 1,
+        }
+
+    def check(self) -> None:
+        pairs = zip(self._whole.params, self._divided.params, strict=True)
+        self.wrong += [f"parameter {n}" for n, pair in enumerate(pairs) if not _close(*pair)]
+
+    def leave(self) -> None:
+        self._divided.opt.detach()
+
+    # ------------------------------------------------------------------------------ backward
+
+    def backward(self, held_back: bool = False) -> None:
+        part = self.chance.choice(["all", "all", "again", "twice", "head", "stem"])
+        step = 100 * self._seed + len(self.acts)
+        self.acts.append(part)
+        with self._divided.no_sync() if held_back else contextlib.nullcontext():
+            self._run(self._divided.module, part, step, rank())
+        module, given = self._whole.module, [p.grad for p in self._whole.module.parameters()]
+        for of in range(world_size()):
+            module.zero_grad()
+            self._run(module, part, step, of)
+            for number, param in enumerate(module.parameters()):
+                if param.grad is not None:
+                    mean, before = param.grad / world_size(), given[number]
+                    given[number] = mean if before is None else before + mean
+        for param, grad in zip(module.parameters(), given, strict=True):
+            param.grad = grad
+
+    def backward_held_back(self) -> None:
+        self.backward(held_back=True)
+
+    def some_time_held_back(self) -> None:
+        with self._divided.no_sync():
+            for _ in range(self.chance.randint(1, 4)):
+                self.do_one_of({self.backward: 2, self.step: 1, self.clear: 2, self.clip: 1})
+
+    def _run(self, module: nn.Module, part: str, step: int, of: int) -> None:
+        """A backward pass with the data of rank `of`, which takes branches of its own."""
+        chance = random.Random(f"{step} {of}")
+        taken = [branch for branch in range(3) if chance.random() < 0.5]
+        x = noise(step, 6, 16, of=of).double()
+        if part == "stem":
+            module.get_submodule("stem")(x).square().mean().backward()
+            return
+        loss = module(x, taken).square().mean()
+        if part == "again":
+            loss.backward(retain_graph=True)
+        elif part == "twice":
+            loss = loss + module(2 * x, taken).square().mean()
+        head = list(module.get_submodule("head").parameters())
+        loss.backward(inputs=head if part == "head" else None)
+
+    # ------------------------------------------------------------------------ what may follow
+
+    def step(self) -> None:
+        for setup in (self._whole, self._divided):
+            setup.opt.step()
+
+    def clear(self) -> None:
+        to_none, by_module = self.chance.random() < 0.7, self.chance.random() < 0.4
+        for setup in (self._whole, self._divided):
+            (setup.module if by_module else setup.opt).zero_grad(set_to_none=to_none)
+
+    def clear_a_part(self) -> None:
+        for setup in (self._whole, self._divided):
+            setup.module.get_submodule("branches.1").zero_grad()
+            setup.module.get_parameter("head.weight").grad = None
+
+    def clip(self) -> None:
+        expected, got = (s.clip(MAX_NORM) for s in (self._whole, self._divided))
+        if not _close(expected.double(), got):  # the norm of nothing is of any dtype
+            self.wrong.append("the norm")
+
+    def look_at_gradients(self) -> None:
+        for name, param in self._whole.module.named_parameters():
+            got = self._divided.opt.full_grad(name)
+            if (got is None) != (param.grad is None):
+                self.wrong.append(f"whether {name} has a gradient")
+            elif got is not None and not _close(param.grad, got):  # type: ignore[arg-type]
+                self.wrong.append(f"the gradient of {name}")
+
+    def write_a_gradient(self) -> None:
+        grad = 0.01 * noise(len(self.acts), 96, 96, of=0).double()
+        for setup in (self._whole, self._divided):
+            setup.module.get_parameter("branches.0.weight").grad = grad.clone()
+
+    def scale_a_gradient(self) -> None:
+        expected = self._whole.module.get_parameter("stem.weight")
+        got = self._divided.opt.full_grad("stem.weight")
+        if got is not None:
+            self._divided.module.get_parameter("stem.weight").grad = 0.5 * got
+        if expected.grad is not None:
+            expected.grad = 0.5 * expected.grad
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        x = noise(len(self.acts), 2, 16, of=0).double()
+        expected, got = (s.module(x, [0, 1, 2]) for s in (self._whole, self._divided))
+        if not _close(expected, got):
+            self.wrong.append("an output")
+
+
+def _go(seeds: range) -> list[str]:
+    return walked(Looping, seeds, ACTS)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_order_of_calls_comes_to_the_numbers_of_one_process(world_size: int) -> None:
+    assert run_ranks(_go, world_size, range(WALKS), timeout=110) == [[]] * world_size

@@ -1,0 +1,349 @@
+"""Process groups of all kinds, several optimizers at once, and what travels over the wire."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import (
+    LAYOUTS,
+    copies,
+    difference,
+    differing,
+    make_params,
+    set_gradients,
+    train,
+)
+from ranks import raises_on_every_rank, run_ranks
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+from shardstep import ZeroRedundancyOptimizer
+from shardstep.demo.gpt import GPT, GPT_17M, GPTConfig
+from shardstep.plan import share
+
+# -------------------------------------------------------------------------------- subgroups
+
+
+def _two_subgroups() -> list[str]:
+    """Ranks 0 and 2 train one model, ranks 1 and 3 another, at the same time."""
+    failures = []
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    global_rank = dist.get_rank()
+    mine = global_rank % 2
+    for layout in LAYOUTS:
+        for view in (False, True):
+            params = make_params(seed=mine)
+            plain = optim.Adam(params, lr=0.01 * (1 + mine))
+            expected = train(plain, params, range(5 + mine))
+            state_dict = plain.state_dict()
+            state_dict["state"] = dict(sorted(state_dict["state"].items()))
+            params = make_params(seed=mine)
+            opt = ZeroRedundancyOptimizer(
+                params, optim.Adam, groups[mine], view, layout=layout, lr=0.01 * (1 + mine)
+            )
+            name = f"layout {layout}, view {view}"
+            if (opt.rank, opt.global_rank, opt.world_size) != (global_rank // 2, global_rank, 2):
+                failures.append(f"{name}: rank {opt.rank} of {opt.world_size}")
+            if opt.process_group is not groups[mine]:
+                failures.append(f"{name}: another process group")
+            # The two groups do not take the same number of steps, either.
+            if wrong := differing(expected, train(opt, params, range(5 + mine))):
+                failures.append(f"{name}: parameters {wrong}")
+            opt.consolidate_state_dict(to=1)  # which is global rank 2 or 3
+            try:
+                if found := difference(state_dict, opt.state_dict()):
+                    failures.append(f"{name}: {found}")
+                if opt.rank != 1:
+                    failures.append(f"{name}: group rank {opt.rank} has the state")
+            except RuntimeError:
+                if opt.rank == 1:
+                    raise
+    return failures
+
+
+def test_two_subgroups_train_two_models_at_once() -> None:
+    assert run_ranks(_two_subgroups, 4) == [[]] * 4
+
+
+def _ddp_in_a_subgroup() -> list[int]:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return []
+    results = []
+    for make in (optim.SGD, ZeroRedundancyOptimizer):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(31, 17), process_group=group)
+        args = () if make is optim.SGD else (optim.SGD, group)
+        opt: Any = make(model.parameters(), *args, lr=0.1, momentum=0.9)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(5):
+            opt.zero_grad()
+            model(torch.randn(4, 31)).square().mean().backward()
+            opt.step()
+        results.append(copies(model.parameters()))
+    return differing(*results)
+
+
+def test_ddp_in_a_subgroup_without_rank_0() -> None:
+    assert run_ranks(_ddp_in_a_subgroup, 3) == [[], [], []]
+
+
+def _outside() -> str:
+    group = dist.new_group([0, 2])
+    if dist.get_rank() != 1:
+        params = make_params()
+        train(ZeroRedundancyOptimizer(params, optim.SGD, group, lr=0.1), params, range(2))
+        return "trained"
+    try:
+        ZeroRedundancyOptimizer(make_params(), optim.SGD, group, lr=0.1)
+    except ValueError as error:
+        return str(error)
+    return "constructed"
+
+
+def test_a_rank_outside_of_the_group_is_told_so() -> None:
+    first, second, third = run_ranks(_outside, 3)
+    assert (first, third) == ("trained", "trained")
+    assert "global rank 1" in second
+    assert "not a member" in second
+
+
+# -------------------------------------------------------------------- several at a time
+
+
+def _several_optimizers_over_one_model() -> list[str]:
+    """Two of ours with different classes, layouts and views, and a plain one, over one model."""
+
+    def run(sharded: bool) -> list[torch.Tensor]:
+        params = make_params()
+
+        def make(cls: Any, part: list[Any], layout: str, view: bool, **options: Any) -> Any:
+            if not sharded:
+                return cls(part, **options)
+            return ZeroRedundancyOptimizer(part, cls, None, view, layout=layout, **options)
+
+        opts = [
+            make(optim.Adam, params[:4], "sliced", True),
+            make(optim.SGD, params[4:8], "whole", False, lr=0.1, momentum=0.9),
+            optim.RMSprop(params[8:]),
+        ]
+        for step in range(6):
+            set_gradients(params, step)
+            for opt in opts:
+                opt.step()
+        return copies(params)
+
+    return [str(wrong)] if (wrong := differing(run(False), run(True))) else []
+
+
+def test_several_optimizers_over_one_model() -> None:
+    assert run_ranks(_several_optimizers_over_one_model, 2) == [[], []]
+
+
+def _two_models() -> list[str]:
+    """Two models in one process, stepped in turn, on the same group."""
+    failures = []
+    expected = []
+    for seed in (0, 1):
+        params = make_params(seed=seed)
+        expected.append(train(optim.AdamW(params), params, range(6)))
+    both = [make_params(seed=seed) for seed in (0, 1)]
+    opts = [ZeroRedundancyOptimizer(params, optim.AdamW) for params in both]
+    for step in range(6):
+        for params, opt in zip(both, opts, strict=True):
+            set_gradients(params, step)
+            opt.step()
+    for seed, params in enumerate(both):
+        if wrong := differing(expected[seed], params):
+            failures.append(f"model {seed}: {wrong}")
+    return failures
+
+
+def test_two_models_in_one_process() -> None:
+    assert run_ranks(_two_models, 3) == [[], [], []]
+
+
+# ------------------------------------------------------------------------- few and many
+
+
+def _few_parameters(shapes: list[tuple[int, ...]]) -> list[str]:
+    failures = []
+    for layout in LAYOUTS:
+        for view in (False, True):
+            params = make_params(shapes, frozen=())
+            plain = optim.Adam([{"params": params}])
+            expected = train(plain, params, range(5))
+            params = make_params(shapes, frozen=())
+            opt = ZeroRedundancyOptimizer(params, optim.Adam, None, view, layout=layout)
+            if wrong := differing(expected, train(opt, params, range(5))):
+                failures.append(f"layout {layout}, view {view}: {wrong}")
+            opt.consolidate_state_dict(to=opt.world_size - 1)
+            if opt.rank == opt.world_size - 1:
+                state_dict = plain.state_dict()
+                state_dict["state"] = dict(sorted(state_dict["state"].items()))
+                if found := difference(state_dict, opt.state_dict()):
+                    failures.append(f"layout {layout}, view {view}: {found}")
+    return failures
+
+
+@pytest.mark.parametrize("shapes", [[(7,)], [()], [(0,)], [(3, 3), (200,)]])
+def test_more_ranks_than_parameters(shapes: list[tuple[int, ...]]) -> None:
+    assert run_ranks(_few_parameters, 4, shapes) == [[]] * 4
+
+
+def _one_rank() -> list[str]:
+    failures = _few_parameters([(53, 17), (7,)])
+    params = make_params()
+    opt = ZeroRedundancyOptimizer(params, optim.Adam)
+    train(opt, params, range(2))
+    if opt._comm.ledger.nbytes_sent.total():
+        failures.append("a single rank sends bytes")
+    return failures
+
+
+def test_a_group_of_one() -> None:
+    assert run_ranks(_one_rank, 1) == [[]]
+
+
+def test_no_process_group_at_all() -> None:
+    assert not dist.is_initialized()
+    assert _few_parameters([(53, 17), (7,), ()]) == []
+    opt = ZeroRedundancyOptimizer(make_params(), optim.SGD)
+    assert (opt.rank, opt.global_rank, opt.world_size) == (0, 0, 1)
+    assert opt.process_group is None
+
+
+# --------------------------------------------------------------------------------- logging
+
+
+def _logged(level: str) -> list[str]:
+    dist.set_debug_level(getattr(dist.DebugLevel, level))
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("shardstep")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    params = make_params()
+    opt = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)
+    train(opt, params, range(2))
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    return [record.getMessage() for record in records]
+
+
+def test_debug_levels_log_who_owns_what() -> None:
+    """Set as TORCH_DISTRIBUTED_DEBUG sets it; that variable itself is read when torch loads."""
+    assert run_ranks(_logged, 2, "OFF") == [[], []]
+    for level in ("INFO", "DETAIL"):
+        for rank, messages in enumerate(run_ranks(_logged, 2, level)):
+            assert any(f"rank {rank} owns" in message for message in messages)
+
+
+# ----------------------------------------------------------------------- what is sent on a GPT
+
+
+def _traffic(config: GPTConfig, layout: str, view: bool) -> list[tuple[int, int, int, int]]:
+    """Per step: gathers, other calls, bytes sent; and the bytes that train."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    model.pos.weight.requires_grad_(False)  # one that does not train, and so does not travel
+    opt = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, None, view, layout=layout, lr=0.1)
+    ledger = opt._comm.ledger
+    trainable = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = torch.zeros_like(param)
+    found = []
+    for _ in range(2):
+        calls, sent = copy.copy(ledger.calls), copy.copy(ledger.nbytes_sent)
+        opt.step()
+        made = ledger.calls - calls
+        gathers = made.pop("all_gather", 0)
+        assert gathers == len(opt.plan.training_buckets)
+        nbytes = (ledger.nbytes_sent - sent).total()
+        assert nbytes == share(opt.plan, opt.rank).gather_nbytes_sent
+        found.append((gathers, made.total(), nbytes, trainable))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("config", [GPTConfig(), GPT_17M], ids=["small", "17M"])
+def test_a_gpts_step_is_one_gather_per_bucket_and_sends_no_more_than_planned(
+    config: GPTConfig, view: bool, world_size: int
+) -> None:
+    for steps in run_ranks(_traffic, world_size, config, "sliced", view):
+        for gathers, others, nbytes, trainable in steps:
+            assert gathers > (1 if config is GPT_17M else 0)
+            assert others == 0
+            assert nbytes <= 1.02 * (world_size - 1) / world_size * trainable
+
+
+def test_whole_parameters_cost_no_more_bytes_in_all() -> None:
+    """A rank with larger parameters sends more; together they send the same."""
+    ranks = run_ranks(_traffic, 4, GPTConfig(), "whole", False)
+    for step in range(2):
+        nbytes = sum(steps[step][2] for steps in ranks)
+        assert nbytes <= 1.02 * 3 * ranks[0][step][3]
+
+
+def _train_linear(group: Any, seed: int | None = None) -> list[torch.Tensor]:
+    torch.manual_seed(dist.get_rank() if seed is None else seed)
+    model = torch.nn.Linear(96, 40)
+    opt = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, process_group=group, module=model, lr=0.1
+    )
+    for step in range(4):
+        torch.manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(4, 96)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def _beside_a_group_of_some() -> list[torch.Tensor]:
+    dist.new_group([0, 1])  # only some ranks belong to it
+    return _train_linear(None)
+
+
+def test_groups_that_only_some_ranks_are_in_do_not_hold_up_construction() -> None:
+    results = run_ranks(_beside_a_group_of_some, 3)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def _uneven_subgroup() -> None:
+    dist.new_group([0, 2])
+    group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        _train_linear(group)
+    else:
+        raise RuntimeError("belong to different numbers of process groups: not asked")
+
+
+def test_a_subgroup_of_ranks_in_different_numbers_of_groups_is_refused_on_every_rank() -> None:
+    raises_on_every_rank(
+        _uneven_subgroup, 3, RuntimeError, match="different numbers of process groups"
+    )
+
+
+def _reversed() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    group = dist.new_group([1, 0], sort_ranks=False)
+    assert dist.get_rank(group) == 1 - dist.get_rank()
+    return _train_linear(None, seed=5), _train_linear(group, seed=5)
+
+
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="before torch 2.12 a group's ranks are in ascending order",
+)
+def test_a_group_in_another_order_than_the_global_ranks_gives_the_same_numbers() -> None:
+    # The mean of two gradients does not depend on their order.
+    for expected, got in run_ranks(_reversed, 2):
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))

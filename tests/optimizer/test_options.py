@@ -1,0 +1,682 @@
+"""What surrounds a step works as on any optimizer: groups, schedulers, hooks, closures, scalers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from problems import (
+    LAYOUTS,
+    SHAPES,
+    copies,
+    differing,
+    make_params,
+    set_gradients,
+    train,
+)
+from ranks import raises_on_every_rank, run_ranks
+from reference.naive_masters import NaiveMasters
+from torch import nn, optim
+from torch.optim import Optimizer, lr_scheduler, swa_utils
+
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer
+
+VIEWS = (False, True)
+COMBINATIONS = tuple(itertools.product(LAYOUTS, VIEWS))
+
+
+def both(
+    run: Callable[[Callable[..., Any]], list[torch.Tensor]],
+    optimizer_class: Callable[..., Optimizer],
+) -> list[str]:
+    """Runs with the plain class and with ours in every combination; says where they differ."""
+    expected = run(optimizer_class)
+    failures = []
+    for layout, view in COMBINATIONS:
+
+        def make(
+            params: Any, layout: str = layout, view: bool = view, **options: Any
+        ) -> ZeroRedundancyOptimizer:
+            return ZeroRedundancyOptimizer(
+                params, optimizer_class, None, view, layout=layout, **options
+            )
+
+        if wrong := differing(expected, run(make)):
+            failures.append(f"layout {layout}, view {view}: {wrong}")
+    return failures
+
+
+# --------------------------------------------------------------------- what params may be
+
+FORMS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "list": lambda params: params,
+    "generator": lambda params: (param for param in params),
+    "tuple of plain tensors": lambda params: tuple(params),
+    "pairs": lambda params: [(f"p{i}", param) for i, param in enumerate(params)],
+    "generator of pairs": lambda params: ((f"p{i}", param) for i, param in enumerate(params)),
+    "groups": lambda params: [{"params": params[:4]}, {"params": params[4:], "lr": 0.3}],
+    "groups of generators": lambda params: [
+        {"params": (param for param in params[:4])},
+        {"params": iter(params[4:]), "momentum": 0.5},
+    ],
+    "generator of groups": lambda params: ({"params": [param]} for param in params),
+    "groups of pairs": lambda params: [
+        {"params": [(f"p{i}", param) for i, param in enumerate(params)], "lr": 0.2}
+    ],
+    "a group of a single tensor": lambda params: [
+        {"params": params[0], "lr": 0.5},
+        {"params": params[1:]},
+    ],
+    "an empty group": lambda params: [{"params": []}, {"params": params}, {"params": []}],
+}
+
+
+def _forms() -> list[str]:
+    failures = []
+    for name, form in FORMS.items():
+
+        def run(make: Any, form: Any = form) -> list[torch.Tensor]:
+            params = make_params()
+            opt = make(form(params), lr=0.1, momentum=0.9)
+            return train(opt, params, range(4))
+
+        failures += [f"{name}: {failure}" for failure in both(run, optim.SGD)]
+    return failures
+
+
+def test_parameters_may_be_given_in_every_form() -> None:
+    assert run_ranks(_forms, 2) == [[], []]
+
+
+WRONG: dict[str, tuple[type[Exception], Any]] = {
+    "nothing": (ValueError, []),
+    "a tensor": (TypeError, torch.zeros(3)),
+    "a number": (TypeError, 5),
+    "numbers": (TypeError, [1, 2]),
+    "a group without params": (ValueError, [{"lr": 0.1}]),
+}
+
+
+def _construct(params: Any, **kwargs: Any) -> None:
+    ZeroRedundancyOptimizer(params, kwargs.pop("optimizer_class", optim.SGD), **kwargs)
+
+
+def _construct_twice_the_same() -> None:
+    param = nn.Parameter(torch.zeros(3))
+    _construct([{"params": [param]}, {"params": [param]}])
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_parameters_are_refused_on_every_rank(what: str) -> None:
+    exception, params = WRONG[what]
+    raises_on_every_rank(_construct, 2, exception, params)
+
+
+def test_wrong_options_are_refused_on_every_rank() -> None:
+    param = nn.Parameter(torch.zeros(3))
+    raises_on_every_rank(_construct, 2, ValueError, [param], layout="diagonal", match="diagonal")
+    raises_on_every_rank(_construct, 2, ValueError, [param], bucket_bytes=0, match="bucket_bytes")
+    raises_on_every_rank(_construct, 2, ValueError, [param], lr=-1.0)
+    raises_on_every_rank(_construct, 2, TypeError, [param], wings=2)
+    raises_on_every_rank(_construct, 2, ValueError, [param], optimizer_class=optim.LBFGS)
+    raises_on_every_rank(_construct_twice_the_same, 2, ValueError)
+
+
+# ------------------------------------------------------------------------------- schedulers
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda opt: lr_scheduler.MultiplicativeLR(opt, lambda step: 0.95),
+    "StepLR": lambda opt: lr_scheduler.StepLR(opt, 3, 0.5),
+    "MultiStepLR": lambda opt: lr_scheduler.MultiStepLR(opt, [2, 5], 0.5),
+    "ConstantLR": lambda opt: lr_scheduler.ConstantLR(opt, 0.5, 3),
+    "LinearLR": lambda opt: lr_scheduler.LinearLR(opt, 0.2, 1.0, 5),
+    "ExponentialLR": lambda opt: lr_scheduler.ExponentialLR(opt, 0.8),
+    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
+        opt,
+        [lr_scheduler.LinearLR(opt, 0.1, 1.0, 3), lr_scheduler.CosineAnnealingLR(opt, 6)],
+        [3],
+    ),
+    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 4, 0.001),
+    "ChainedScheduler": lambda opt: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(opt, 0.5, 3), lr_scheduler.ExponentialLR(opt, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=1),
+    "CyclicLR": lambda opt: lr_scheduler.CyclicLR(opt, 0.001, 0.1, 3, cycle_momentum=True),
+    "CosineAnnealingWarmRestarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 2, 2),
+    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, 0.1, total_steps=12),
+    "PolynomialLR": lambda opt: lr_scheduler.PolynomialLR(opt, 6, 2.0),
+    "SWALR": lambda opt: swa_utils.SWALR(opt, swa_lr=0.01, anneal_epochs=4),
+}
+
+
+def test_no_scheduler_is_left_out() -> None:
+    assert set(lr_scheduler.__all__) - {"LRScheduler"} <= SCHEDULERS.keys()
+
+
+def _schedulers() -> list[str]:
+    failures = []
+    classes: list[tuple[type[Optimizer], dict[str, Any]]] = [
+        (optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+        (optim.AdamW, {"lr": 0.01}),
+        (optim.Adam, {"lr": torch.tensor(0.01)}),
+    ]
+    for (name, schedule), (cls, options) in itertools.product(SCHEDULERS.items(), classes):
+        rates: list[list[float]] = []
+
+        def run(
+            make: Any,
+            name: str = name,
+            schedule: Any = schedule,
+            options: Any = options,
+            rates: list[list[float]] = rates,
+        ) -> list[torch.Tensor]:
+            params = make_params()
+            fresh = {key: copy.deepcopy(value) for key, value in options.items()}
+            groups = [{"params": params[:4]}, {"params": params[4:], "lr": 0.02}]
+            opt = make(groups, **fresh)
+            scheduler = schedule(opt)
+            seen = []
+            for step in range(8):
+                set_gradients(params, step)
+                opt.step()
+                scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+                seen += [float(group["lr"]) for group in opt.param_groups]
+                seen += [float(group.get("momentum", 0)) for group in opt.param_groups]
+            rates.append(seen)
+            return copies(params)
+
+        failures += [f"{name} on {cls.__name__}: {failure}" for failure in both(run, cls)]
+        if any(seen != rates[0] for seen in rates):
+            failures.append(f"{name} on {cls.__name__}: other learning rates")
+    return failures
+
+
+@pytest.mark.slow
+def test_every_scheduler_gives_the_same_parameters() -> None:
+    assert run_ranks(_schedulers, 2) == [[], []]
+
+
+def _options_by_hand() -> list[str]:
+    """Whatever is written to `param_groups` between steps counts at the next."""
+
+    def run(make: Any) -> list[torch.Tensor]:
+        params = make_params()
+        opt = make([{"params": params[:5]}, {"params": params[5:]}], lr=torch.tensor(0.1))
+        for step in range(6):
+            set_gradients(params, step)
+            opt.param_groups[0]["weight_decay"] = 0.1 * step
+            if step == 2:
+                opt.param_groups[1]["lr"] = torch.tensor(0.3)
+            if step == 4:
+                opt.param_groups[0]["lr"].mul_(0.5)
+            opt.step()
+        return copies(params)
+
+    return both(run, optim.SGD)
+
+
+def test_options_written_to_the_groups_count() -> None:
+    assert run_ranks(_options_by_hand, 2) == [[], []]
+
+
+class Counting(Optimizer):
+    """Keeps a number in its groups, as schedule-free and learning-rate-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] = group.get("weight_sum", 0.0) + 0.5
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["k"])
+
+
+def _keys_come_back() -> list[str]:
+    def run(make: Any) -> list[torch.Tensor]:
+        params = make_params()
+        opt = make([{"params": params[:5]}, {"params": params[5:]}])
+        train(opt, params, range(3))
+        for group in opt.param_groups:
+            assert (group["k"], group["weight_sum"]) == (3, 1.5)
+            assert list(group) == ["params", "lr", "k", "weight_sum"]
+        opt.param_groups[0]["k"] = 1  # and what the user writes reaches the optimizer
+        train(opt, params, range(3, 5))
+        assert [group["k"] for group in opt.param_groups] == [3, 5]
+        return copies(params)
+
+    return both(run, Counting)
+
+
+def test_what_the_local_optimizer_keeps_in_its_groups_is_seen() -> None:
+    assert run_ranks(_keys_come_back, 2) == [[], []]
+
+
+# --------------------------------------------------------------------- hooks and closures
+
+
+def _step_hooks() -> list[str]:
+    params = make_params()
+    opt = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)
+    calls: list[str] = []
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        assert optimizer is opt
+        calls.append("before")
+        for param in params:
+            if param.grad is not None:
+                param.grad.fill_(2.0)  # what the hook does to gradients counts
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        assert optimizer is opt
+        changed = all(
+            torch.equal(now, (was - torch.full_like(was, 2.0) * 0.1))
+            for now, was, param in zip(copies(params), values, params, strict=True)
+            if param.grad is not None
+        )
+        calls.append("after, everything gathered" if changed else "after, too early")
+
+    first = opt.register_step_pre_hook(before)
+    second = opt.register_step_post_hook(after)
+    values = copies(params)
+    set_gradients(params, 0)
+    opt.step()
+    first.remove()
+    second.remove()
+    opt.step()
+    return calls
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_step_hooks_surround_the_whole_step(world_size: int) -> None:
+    expected = ["before", "after, everything gathered"]
+    assert run_ranks(_step_hooks, world_size) == [expected] * world_size
+
+
+def _closures() -> list[str]:
+    failures = []
+    for cls, options in ((optim.SGD, {"lr": 0.05, "momentum": 0.9}), (optim.Adam, {"fused": True})):
+        losses: list[list[float]] = []
+
+        def run(make: Any, options: Any = options, losses: Any = losses) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 3))
+            data = torch.randn(8, 13)
+            opt = make(model.parameters(), **options)
+
+            def closure() -> torch.Tensor:
+                opt.zero_grad()
+                loss = model(data).square().mean()
+                loss.backward()
+                return loss
+
+            seen = [opt.step(closure) for _ in range(5)] + [opt.step(closure=closure)]
+            losses.append([float(loss) for loss in seen])
+            return copies(model.parameters())
+
+        failures += both(run, cls)
+        if any(seen != losses[0] for seen in losses):
+            failures.append(f"{cls.__name__}: other losses")
+    return failures
+
+
+def test_a_closure_is_evaluated_inside_the_step_and_its_loss_returned() -> None:
+    assert run_ranks(_closures, 2) == [[], []]
+    assert run_ranks(_closures, 4) == [[], [], [], []]
+
+
+class Plainest(Optimizer):
+    """Its `step` takes no closure."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
+class Keyworded(Optimizer):
+    """Its `step` takes keywords of its own and returns something of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * scale)
+        return f"scaled by {scale}"
+
+
+def _signatures() -> list[str]:
+    def plainest(make: Any) -> list[torch.Tensor]:
+        params = make_params()
+        return train(make(params), params, range(3))
+
+    def keyworded(make: Any) -> list[torch.Tensor]:
+        params = make_params()
+        opt = make(params)
+        set_gradients(params, 0)
+        assert opt.step(scale=0.25) == "scaled by 0.25"
+        assert opt.step() == "scaled by 1.0"
+        return copies(params)
+
+    return both(plainest, Plainest) + both(keyworded, Keyworded)
+
+
+def test_a_step_of_any_signature_can_be_called() -> None:
+    assert run_ranks(_signatures, 2) == [[], []]
+
+
+# ------------------------------------------------------------------- scalers and averaging
+
+
+def _scaler() -> list[str]:
+    failures = []
+    for cls, options in ((optim.SGD, {"lr": 0.1, "momentum": 0.9}), (optim.AdamW, {"fused": True})):
+        scales: list[list[float]] = []
+
+        def run(make: Any, options: Any = options, scales: Any = scales) -> list[torch.Tensor]:
+            params = make_params()
+            opt = make(params, **options)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+            seen = []
+            for step in range(6):
+                set_gradients(params, step)
+                scaler.scale(torch.zeros(1))
+                for param in params:
+                    if param.grad is not None:
+                        param.grad *= scaler.get_scale()
+                if step == 3:
+                    params[0].grad.view(-1)[-1] = float("inf")
+                before = copies(params)
+                scaler.unscale_(opt)
+                scaler.step(opt)
+                scaler.update()
+                if step == 3 and differing(before, copies(params)):
+                    scales.append(["a step with an inf was taken"])
+                seen.append(scaler.get_scale())
+            scales.append(seen)
+            return copies(params)
+
+        failures += [f"{cls.__name__}: {failure}" for failure in both(run, cls)]
+        if any(seen != scales[0] for seen in scales):
+            failures.append(f"{cls.__name__}: other scales")
+    return failures
+
+
+def test_a_gradient_scaler_skips_the_same_steps() -> None:
+    assert run_ranks(_scaler, 2) == [[], []]
+    assert run_ranks(_scaler, 3) == [[], [], []]
+
+
+def _averaging() -> list[str]:
+    def run(make: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(13, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Linear(31, 3))
+        opt = make(model.parameters(), lr=0.1, momentum=0.9)
+        averaged = swa_utils.AveragedModel(model)
+        scheduler = swa_utils.SWALR(opt, swa_lr=0.05, anneal_epochs=2)
+        data = [torch.randn(8, 13) for _ in range(6)]
+        for x in data:
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            opt.step()
+            averaged.update_parameters(model)
+            scheduler.step()
+        swa_utils.update_bn(data, averaged)
+        everything = [*model.parameters(), *averaged.parameters(), *averaged.buffers()]
+        return copies(tensor.float() for tensor in everything)
+
+    return both(run, optim.SGD)
+
+
+def test_averaged_models_average_the_same_values() -> None:
+    assert run_ranks(_averaging, 2) == [[], []]
+
+
+# ------------------------------------------------------------------ parameters that move
+
+
+class Assigning(Optimizer):
+    """Gives `p.data` a new tensor instead of writing into the old one."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["sum"] = state.get("sum", torch.zeros_like(p)) + p.grad
+                    p.data = p.data - group["lr"] * state["sum"]
+
+
+def _assigning() -> list[str]:
+    def run(make: Any) -> list[torch.Tensor]:
+        params = make_params()
+        return train(make(params), params, range(8))
+
+    return both(run, Assigning)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_optimizer_may_assign_data_instead_of_writing_to_it(world_size: int) -> None:
+    assert run_ranks(_assigning, world_size) == [[]] * world_size
+
+
+def _moved_by_the_user() -> list[str]:
+    """Rank 1 moves at another time than rank 0: where data lies is each rank's own affair."""
+
+    def run(make: Any) -> list[torch.Tensor]:
+        params = make_params()
+        opt = make(params, lr=0.01)
+        turn = getattr(opt, "rank", 0)
+        for step in range(8):
+            set_gradients(params, step)
+            if step in (2 + turn, 5):
+                for param in params[::2]:
+                    param.data = param.data.clone()
+            if step == 4:
+                # new values too, as when a checkpoint is assigned
+                params[0].data = torch.full_like(params[0].data, 0.5)
+            opt.step()
+        return copies(params)
+
+    return both(run, optim.Adam)
+
+
+def test_data_that_the_user_moved_is_followed() -> None:
+    assert run_ranks(_moved_by_the_user, 2) == [[], []]
+    assert run_ranks(_moved_by_the_user, 3) == [[], [], []]
+
+
+def _another_dtype() -> list[str]:
+    def run(make: Any) -> list[torch.Tensor]:
+        model = nn.Sequential(nn.Linear(13, 31), nn.Linear(31, 3))
+        for param, values in zip(model.parameters(), make_params(shapes, frozen=()), strict=True):
+            param.data = values.data
+        opt = make(model.parameters(), lr=0.1)
+        for step in range(4):
+            if step == 2:
+                model.zero_grad()
+                model.double()
+            set_gradients(list(model.parameters()), step)
+            opt.step()
+        return copies(model.parameters())
+
+    shapes = [(31, 13), (31,), (3, 31), (3,)]
+    return both(run, optim.SGD)
+
+
+def test_a_model_may_change_its_dtype_between_steps() -> None:
+    assert run_ranks(_another_dtype, 2) == [[], []]
+
+
+def _another_memory_format(with_masters: bool) -> list[str]:
+    """To and fro: elements are numbered as they lie in memory, and so is what is kept of them."""
+    dtype = torch.bfloat16 if with_masters else torch.float32
+
+    def run(make: Any) -> list[torch.Tensor]:
+        shapes = [(5, 7, 3, 3), (130,), (24, 10, 3, 5), (9,)]
+        params = make_params(shapes, dtypes=(dtype,), frozen=())
+        opt = make(params, lr=0.01)
+        formats = {2: torch.channels_last, 5: torch.contiguous_format}
+        for step in range(8):
+            for param in params[::2]:
+                param.data = param.data.to(memory_format=formats.get(step, torch.preserve_format))
+            set_gradients(params, step, missing=False)
+            opt.step()
+        return copies(params)
+
+    if not with_masters:
+        return both(run, optim.Adam)
+
+    def unsharded(params: list[nn.Parameter], **options: Any) -> Any:
+        naive = NaiveMasters([{"params": params}], optim.Adam, **options)
+        return SimpleNamespace(step=lambda: (naive.take_gradients(), naive.step()))
+
+    def sharded(params: list[nn.Parameter], **options: Any) -> Any:
+        policy = MixedPrecision()
+        return ZeroRedundancyOptimizer(params, optim.Adam, precision=policy, **options)
+
+    expected = run(unsharded)
+    failures = []
+    for layout, view in COMBINATIONS:
+        got = run(partial(sharded, layout=layout, parameters_as_bucket_view=view))
+        if wrong := differing(expected, got):
+            failures.append(f"layout {layout}, view {view}: {wrong}")
+    return failures
+
+
+@pytest.mark.parametrize("with_masters", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_model_may_change_its_memory_format_between_steps(
+    world_size: int, with_masters: bool
+) -> None:
+    assert run_ranks(_another_memory_format, world_size, with_masters) == [[]] * world_size
+
+
+def _stale_graphs(with_all_gradients: bool) -> list[str]:
+    """Through which parameters' graphs, built before a step, backward fails afterwards."""
+
+    def stale(make: Any) -> list[int]:
+        params = make_params(frozen=())
+        opt = make(params, lr=0.1)
+        losses = [param.square().sum() for param in params]  # needs the value in backward
+        set_gradients(params, 1, missing=not with_all_gradients)
+        opt.step()
+        found = []
+        for number, loss in enumerate(losses):
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                if "inplace operation" not in str(error):
+                    raise
+                found.append(number)
+        return found
+
+    expected = stale(optim.SGD)
+    assert len(expected) == len(SHAPES) if with_all_gradients else len(SHAPES) > len(expected) > 0
+    failures = []
+    for layout, view in COMBINATIONS:
+        got = stale(
+            lambda params, layout=layout, view=view, **options: ZeroRedundancyOptimizer(
+                params, optim.SGD, None, view, layout=layout, **options
+            )
+        )
+        if got != expected:
+            failures.append(f"layout {layout}, view {view}: {got} instead of {expected}")
+    return failures
+
+
+def test_backward_through_a_graph_from_before_the_step_fails_on_every_rank() -> None:
+    assert run_ranks(_stale_graphs, 2, True) == [[], []]
+    assert run_ranks(_stale_graphs, 3, True) == [[], [], []]
+
+
+def test_backward_works_where_the_step_changed_nothing() -> None:
+    assert run_ranks(_stale_graphs, 2, False) == [[], []]
+
+
+class _Twice(optim.SGD):
+    """Evaluates its closure twice, as sharpness-aware optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
+class _TwiceUnnoticed(_Twice):
+    """The same, but not tried, since it says what it is."""
+
+    shardstep_layout = "sliced"
+
+
+def _evaluates_twice(cls: type[Optimizer]) -> None:
+    params = make_params(frozen=())
+    opt = ZeroRedundancyOptimizer(params, cls, lr=0.1)
+
+    def closure() -> float:
+        set_gradients(params, 0, missing=False)
+        return 0.0
+
+    opt.step(closure)
+
+
+def test_a_closure_that_is_evaluated_twice_is_refused_on_every_rank() -> None:
+    run_ranks(_evaluates_twice, 1, _Twice)
+    raises_on_every_rank(_evaluates_twice, 2, ValueError, _Twice, match="more than once")
+    raises_on_every_rank(_evaluates_twice, 2, RuntimeError, _TwiceUnnoticed, match="more than once")
+
+
+def _look_at_state() -> list[str]:
+    failures = []
+    params = make_params(frozen=())
+    opt = ZeroRedundancyOptimizer(params, optim.Adam, layout="whole", lr=0.1)
+    if len(opt.state) or params[0] in opt.state:
+        failures.append("there is state before the first step")
+    set_gradients(params, 0, missing=False)
+    opt.step()
+    owned = [param for param in params if param in opt.state]
+    if set(owned) != set(opt.state) or len(opt.state) != len(owned):
+        failures.append("iteration and membership disagree")
+    for param in params:
+        entry = opt.state[param]
+        if bool(entry) != (param in opt.state) or opt.state.get(param, "none") == {}:
+            failures.append("what a rank does not own is not empty")
+        if param in opt.state and entry["exp_avg"].shape != param.shape:
+            failures.append("state is not the parameter's")
+    try:
+        opt.state = {params[0]: {}}
+    except TypeError:
+        pass
+    else:
+        failures.append("state could be assigned")
+    opt.state = {}
+    if len(opt.state) or len(opt.optim.state):
+        failures.append("state was not cleared")
+    return failures
+
+
+def test_the_state_of_a_rank_is_seen_under_the_users_parameters() -> None:
+    assert run_ranks(_look_at_state, 2) == [[], []]

@@ -1,0 +1,331 @@
+"""Sharded training gives the unsharded optimizer's numbers, to the bit.
+
+Gradients are made, not computed, and equal on all ranks: the order of arithmetic is then the same
+with and without sharding, and there is no reason for any bit to differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import (
+    ELEMENT_WISE,
+    LAYOUTS,
+    Case,
+    copies,
+    differing,
+    make_groups,
+    make_params,
+    set_gradients,
+    train,
+)
+from ranks import run_ranks
+from reference.naive_zero import NaiveZero, SlicedZero
+from torch import nn, optim
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel
+
+from shardstep import ZeroRedundancyOptimizer
+
+STEPS = range(20)
+BUCKET_BYTES = 1 << 12
+"""Small, so that there are several buckets."""
+
+
+def unsharded(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return case.optimizer_class(make_groups(params, case.optimizer_class), **case.fresh_options())
+
+
+def sharded(case: Case, params: list[nn.Parameter], **kwargs: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(
+        make_groups(params, case.optimizer_class),
+        case.optimizer_class,
+        bucket_bytes=BUCKET_BYTES,
+        **kwargs,
+        **case.fresh_options(),
+    )
+
+
+def _every_element_wise_class() -> list[str]:
+    """Both layouts, one of them with bucket views; the next set of options has it the other way."""
+    failures = []
+    for number, case in enumerate(ELEMENT_WISE):
+        params = make_params()
+        expected = train(unsharded(case, params), params, STEPS, missing=case.missing)
+        untouched = make_params()
+        if len(differing(untouched, expected)) < 6:
+            failures.append(f"{case}: the unsharded optimizer hardly changed anything")
+        for turn, layout in enumerate(LAYOUTS):
+            view = (number + turn) % 2 == 0
+            params = make_params()
+            opt = sharded(case, params, layout=layout, parameters_as_bucket_view=view)
+            try:
+                got = train(opt, params, STEPS, missing=case.missing)
+            except Exception as error:
+                error.add_note(f"in {case}, layout {layout}, view {view}")
+                raise
+            if wrong := differing(expected, got):
+                failures.append(f"{case}, layout {layout}, view {view}: parameters {wrong}")
+    return failures
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_element_wise_class_keeps_its_numbers(world_size: int) -> None:
+    assert run_ranks(_every_element_wise_class, world_size) == [[]] * world_size
+
+
+def _mixed_dtypes() -> list[str]:
+    failures = []
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
+    shapes = [(131, 131), (53, 17), (1009,), (257,), (7,), (), (1,), (311,), (0,), (64, 65)]
+    cases = [
+        Case(optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+        Case(optim.SGD, {"momentum": 0.9, "foreach": True}),
+        Case(optim.Adam, {"amsgrad": True}),
+        Case(optim.AdamW, {}),
+        Case(optim.AdamW, {"foreach": True}),
+        Case(optim.RMSprop, {"momentum": 0.9}),
+        Case(optim.Adagrad, {"lr_decay": 0.1}),
+    ]
+    for case, layout, view in itertools.product(cases, LAYOUTS, (False, True)):
+        params = make_params(shapes, frozen=(3,), dtypes=dtypes)
+        expected = train(unsharded(case, params), params, STEPS)
+        params = make_params(shapes, frozen=(3,), dtypes=dtypes)
+        opt = sharded(case, params, layout=layout, parameters_as_bucket_view=view)
+        if wrong := differing(expected, train(opt, params, STEPS)):
+            failures.append(f"{case}, layout {layout}, view {view}: parameters {wrong}")
+    return failures
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parameters_of_several_dtypes_train_in_one_optimizer(world_size: int) -> None:
+    assert run_ranks(_mixed_dtypes, world_size) == [[]] * world_size
+
+
+def _channels_last_params() -> list[nn.Parameter]:
+    params = make_params([(16, 9, 3, 3), (24, 16, 5, 5), (24,), (8, 24, 1, 1)], frozen=())
+    for param in params:
+        if param.dim() == 4:
+            param.data = param.data.to(memory_format=torch.channels_last)
+    return params
+
+
+def _channels_last() -> list[str]:
+    failures = []
+    cases = [
+        Case(optim.SGD, {"momentum": 0.9}),
+        Case(optim.AdamW, {"fused": True}),
+        Case(optim.Adam),
+    ]
+    for case, layout, view in itertools.product(cases, LAYOUTS, (False, True)):
+        params = _channels_last_params()
+        expected = train(unsharded(case, params), params, STEPS)
+        params = _channels_last_params()
+        strides = [param.stride() for param in params]
+        opt = sharded(case, params, layout=layout, parameters_as_bucket_view=view)
+        if wrong := differing(expected, train(opt, params, STEPS)):
+            failures.append(f"{case}, layout {layout}, view {view}: parameters {wrong}")
+        if strides != [param.stride() for param in params]:
+            failures.append(f"{case}, layout {layout}, view {view}: the memory format changed")
+    return failures
+
+
+@pytest.mark.slow
+def test_channels_last_parameters_keep_numbers_and_format() -> None:
+    assert run_ranks(_channels_last, 2) == [[], []]
+    assert run_ranks(_channels_last, 3) == [[], [], []]
+
+
+def _gradients_in_another_memory_format() -> list[str]:
+    """A contiguous gradient of a channels-last weight; the class has to be one whose result does
+    not depend on whether a kernel runs over strides or not, which plain SGD's is."""
+    failures = []
+    for layout in LAYOUTS:
+        results = []
+        for make in (optim.SGD, ZeroRedundancyOptimizer):
+            params = _channels_last_params()
+            args = () if make is optim.SGD else (optim.SGD,)
+            extra = {} if make is optim.SGD else {"layout": layout}
+            opt: Any = make(params, *args, lr=0.25, **extra)
+            for step in STEPS:
+                set_gradients(params, step)
+                for param in params:
+                    if param.grad is not None:
+                        # Multiples of 1/4 without rounding: exact in any order.
+                        param.grad = (param.grad * 4).round().contiguous()
+                opt.step()
+            results.append(copies(params))
+        if wrong := differing(*results):
+            failures.append(f"{layout}: {wrong}")
+    return failures
+
+
+def test_a_gradient_may_lie_in_memory_otherwise_than_its_parameter() -> None:
+    assert run_ranks(_gradients_in_another_memory_format, 2) == [[], []]
+
+
+WHOLE_TENSOR = [
+    Case(optim.Adafactor),
+    Case(optim.Adafactor, {"weight_decay": 0.1, "maximize": True}),
+    Case(optim.Adafactor, {"foreach": True}),
+    *([Case(optim.Muon), Case(optim.Muon, {"nesterov": False, "weight_decay": 0.2})]),
+]
+
+
+def _whole_tensor_classes() -> list[str]:
+    failures = []
+    for case, view in itertools.product(WHOLE_TENSOR, (False, True)):
+        # Muon takes matrices only.
+        shapes = [(17, 31), (40, 8), (5, 5), (1, 7), (64, 33)]
+        params = make_params(shapes, frozen=(2,))
+        expected = train(unsharded(case, params), params, STEPS)
+        params = make_params(shapes, frozen=(2,))
+        opt = sharded(case, params, parameters_as_bucket_view=view)
+        if opt.plan.layout != "whole":
+            failures.append(f"{case}: layout {opt.plan.layout}")
+        if wrong := differing(expected, train(opt, params, STEPS)):
+            failures.append(f"{case}, view {view}: parameters {wrong}")
+    return failures
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_classes_that_look_at_whole_tensors_get_them(world_size: int) -> None:
+    assert run_ranks(_whole_tensor_classes, world_size) == [[]] * world_size
+
+
+def _sparse_gradients(view: bool) -> list[int]:
+    def run(make: Any) -> list[torch.Tensor]:
+        params = make_params([(40, 6), (31, 4), (12, 3)], frozen=())
+        opt = make(params)
+        for step in STEPS:
+            random = torch.Generator().manual_seed(step)
+            for number, param in enumerate(params):
+                rows = torch.randint(0, param.shape[0], (1, 5), generator=random)
+                values = torch.randn(5, param.shape[1], generator=random)
+                absent = (step + number) % 4 == 0
+                param.grad = (
+                    None
+                    if absent
+                    else torch.sparse_coo_tensor(rows, values, param.shape).coalesce()
+                )
+            opt.step()
+        return copies(params)
+
+    expected = run(lambda params: optim.SparseAdam(params, lr=0.01))
+    got = run(
+        lambda params: ZeroRedundancyOptimizer(
+            params, optim.SparseAdam, parameters_as_bucket_view=view, lr=0.01
+        )
+    )
+    return differing(expected, got)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_sparse_gradients_reach_sparse_adam(view: bool) -> None:
+    assert run_ranks(_sparse_gradients, 3, view) == [[], [], []]
+
+
+def _against_the_oracles() -> list[str]:
+    """One set of options per class: the naive versions are slow."""
+    failures = []
+    world_size = dist.get_world_size()
+    firsts = {case.optimizer_class: case for case in reversed(ELEMENT_WISE)}
+    for case in firsts.values():
+        results = {}
+        params = make_params(frozen=())
+        naive = NaiveZero(
+            make_groups(params, case.optimizer_class), case.optimizer_class, **case.options
+        )
+        results["naive"] = train(naive, params, STEPS)
+        params = make_params(frozen=())
+        simulated = SlicedZero(
+            make_groups(params, case.optimizer_class),
+            case.optimizer_class,
+            world_size,
+            **case.options,
+        )
+        results["simulated"] = train(simulated, params, STEPS)
+        for layout in LAYOUTS:
+            params = make_params(frozen=())
+            results[layout] = train(sharded(case, params, layout=layout), params, STEPS)
+        for one, other in itertools.combinations(results, 2):
+            if wrong := differing(results[one], results[other]):
+                failures.append(f"{case}: {one} and {other} differ in {wrong}")
+    return failures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_naive_versions_agree(world_size: int) -> None:
+    assert run_ranks(_against_the_oracles, world_size) == [[]] * world_size
+
+
+class _Net(nn.Module):
+    """Convolution, norm with buffers, a tied pair, a frozen bias and a module that only some
+    forwards use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 9, 3)
+        self.norm = nn.BatchNorm2d(9)
+        self.encode = nn.Linear(9 * 36, 61)
+        self.middle = nn.Linear(61, 61)
+        self.decode = nn.Linear(61, 61, bias=True)
+        self.decode.weight = self.middle.weight
+        self.decode.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.conv(x))).flatten(1)
+        return self.decode(torch.tanh(self.middle(torch.tanh(self.encode(x)))))
+
+
+def _beside_ddp(optimizer_class: Any, options: dict[str, Any]) -> list[str]:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    start = _Net()
+    torch.manual_seed(100 + rank)
+    data = [torch.randn(4, 3, 8, 8) for _ in STEPS]
+
+    def run(make: Any, **ddp_options: Any) -> list[torch.Tensor]:
+        model = DistributedDataParallel(copy.deepcopy(start), **ddp_options)
+        opt = make(model.parameters())
+        for x in data:
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            opt.step()
+        return copies(model.parameters()) + copies(model.buffers())
+
+    expected = run(lambda params: optimizer_class(params, **options))
+    results = {
+        "torch's ZeroRedundancyOptimizer": run(
+            lambda params: TorchZero(params, optimizer_class, **options)
+        )
+    }
+    layouts = ("auto", "whole") if optimizer_class is optim.Adafactor else LAYOUTS
+    for layout, view, grads_as_view in itertools.product(layouts, (False, True), (False, True)):
+        results[f"layout {layout}, view {view}, DDP gradient view {grads_as_view}"] = run(
+            lambda params, layout=layout, view=view: ZeroRedundancyOptimizer(
+                params, optimizer_class, None, view, layout=layout, **options
+            ),
+            gradient_as_bucket_view=grads_as_view,
+        )
+    return [name for name, got in results.items() if differing(expected, got)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"),
+    [
+        (optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+        (optim.AdamW, {"lr": 0.01, "fused": True}),
+        (optim.Adafactor, {}),
+    ],
+)
+def test_two_ranks_equal_ddp_with_an_unsharded_optimizer(
+    optimizer_class: Any, options: dict[str, Any]
+) -> None:
+    assert run_ranks(_beside_ddp, 2, optimizer_class, options) == [[], []]

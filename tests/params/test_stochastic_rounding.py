@@ -1,0 +1,269 @@
+"""Stochastic rounding is right in the mean, and draws the same whoever owns an element."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_ways import WAYS, overlapping
+from models import MLP, Problem, noise
+from problems import LAYOUTS, copies, differing, make_params, same_bits, set_gradients, train
+from ranks import run_ranks
+from torch import Tensor, nn, optim
+
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer
+from shardstep.params.stochastic_rounding import (
+    CHUNK,
+    StochasticRounding,
+    fractions,
+    mixed,
+    rounded,
+)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+POLICY = MixedPrecision(master_dtype=None, stochastic_rounding=True)
+
+
+def _neighbours(value: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The numbers of `dtype` between which `value` lies, by bisection of all of them."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).double()
+    every = every[every.isfinite()].sort().values
+    above = int(torch.searchsorted(every, torch.tensor(value, dtype=torch.float64)))
+    if every[above] == value:
+        return value, value
+    return float(every[above - 1]), float(every[above])
+
+
+VALUES = [1.0, 1.001, -1.001, 0.1, -3.14159, 1e-6, 6e-8, -1e-7, 3e-5, 1234.567, 0.0, -0.0, 65000.0]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("value", VALUES)
+def test_it_goes_to_either_neighbour_with_the_chances_that_make_the_mean_right(
+    value: float, dtype: torch.dtype
+) -> None:
+    count = 1 << 17
+    source = torch.full((count,), value)
+    target = torch.empty(count, dtype=dtype)
+    StochasticRounding(5).round_into(target, source, param=3, offset=0)
+    low, high = _neighbours(float(source[0]), dtype)
+    assert set(target.double().unique().tolist()) <= {low, high}
+    gap = high - low
+    if gap == 0:
+        assert torch.equal(target.double(), source.double())
+        return
+    # Within five standard deviations of a mean of that many.
+    error = abs(float(target.double().mean()) - float(source[0]))
+    assert error < 5 * gap * 0.5 / count**0.5
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_what_is_exact_stays_and_what_is_not_finite_too(dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    got = rounded(every.float(), dtype, torch.zeros(every.numel()))
+    number = ~every.isnan()
+    assert torch.equal(got[number].view(torch.int16), every[number].view(torch.int16))
+    assert got[~number].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_finite_number_stays_finite(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    source = torch.tensor([largest * 1.0009, -largest * 1.0009, largest])
+    got = rounded(source, dtype, torch.tensor([0.0, 0.0, 0.999]))
+    assert got.tolist() == [largest, -largest, largest]
+
+
+def test_the_numbers_drawn_look_random() -> None:
+    drawn = fractions(torch.arange(1 << 16), key=mixed(7))
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    # Five standard deviations, of the mean and of the correlation with the neighbour and with
+    # another key; and each of 16 equal parts has its share.
+    deviation = 5 / (1 << 16) ** 0.5
+    assert abs(drawn.mean() - 0.5) < deviation * 12**-0.5
+    centred = (drawn - 0.5) * 12**0.5
+    assert abs((centred[1:] * centred[:-1]).mean()) < deviation
+    other = (fractions(torch.arange(1 << 16), key=mixed(8)) - 0.5) * 12**0.5
+    assert abs((centred * other).mean()) < deviation
+    counts = torch.histc(drawn, 16, 0, 1)
+    assert (counts - 4096).abs().max() < 5 * 4096**0.5
+
+
+def test_an_element_is_rounded_alike_in_whatever_piece_it_comes() -> None:
+    random = torch.Generator().manual_seed(0)
+    source = torch.randn(CHUNK + 1000, generator=random)
+    whole = torch.empty(source.numel(), dtype=BF16)
+    rounding = StochasticRounding(1)
+    rounding.round_into(whole, source, param=2, offset=0)
+    for start, stop in ((0, 7), (640, 5000), (CHUNK - 3, CHUNK + 900)):
+        part = torch.empty(stop - start, dtype=BF16)
+        rounding.round_into(part, source[start:stop], param=2, offset=start)
+        assert same_bits(whole[start:stop], part)
+    for another in ({"param": 3, "step": 0}, {"param": 2, "step": 1}):
+        rounding.step = another["step"]
+        other = torch.empty_like(whole)
+        rounding.round_into(other, source, param=another["param"], offset=0)
+        assert 0.2 < (other != whole).float().mean() < 0.5
+
+
+# ------------------------------------------------------------------------------------- training
+
+
+def _params() -> list[nn.Parameter]:
+    return make_params(dtypes=(BF16, torch.float32, FP16))
+
+
+def _expected(steps: range) -> list[Tensor]:
+    """Written out: fp32 copies for a step, rounded with the same numbers."""
+    params = _params()
+    copies32 = [
+        nn.Parameter(param.detach().float()) if param.itemsize < 4 else param for param in params
+    ]
+    opt = optim.AdamW(copies32, lr=0.003)
+    rounding = StochasticRounding(0)
+    for step in steps:
+        set_gradients(params, step)
+        rounding.step += 1
+        for param, wide in zip(params, copies32, strict=True):
+            if wide is not param:
+                wide.data.copy_(param.detach())
+                wide.grad = None if param.grad is None else param.grad.float()
+        opt.step()
+        for number, (param, wide) in enumerate(zip(params, copies32, strict=True)):
+            if wide is not param and param.requires_grad:
+                rounding.round_into(
+                    param.data.view(-1), wide.detach().view(-1), param=number, offset=0
+                )
+    return copies(params)
+
+
+def _drop_in() -> list[str]:
+    expected = _expected(range(8))
+    failures = []
+    for layout, view in itertools.product(LAYOUTS, (False, True)):
+        params = _params()
+        opt = ZeroRedundancyOptimizer(
+            params,
+            optim.AdamW,
+            parameters_as_bucket_view=view,
+            layout=layout,
+            precision=POLICY,
+            bucket_bytes=1 << 12,
+            lr=0.003,
+        )
+        if wrong := differing(expected, train(opt, params, range(8))):
+            failures.append(f"{layout}, {view}: {wrong}")
+    return failures
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_number_of_ranks_and_the_layout_make_no_difference(world_size: int) -> None:
+    assert run_ranks(_drop_in, world_size) == [[]] * world_size
+
+
+def _square(model: Any, step: int) -> Tensor:
+    # The same on all ranks, and a power of two of them: the mean gradient is that of one.
+    out: Tensor = model(noise(step, 6, 16, of=0).bfloat16()).float().square().mean()
+    return out
+
+
+PROBLEM = Problem(lambda: MLP().bfloat16(), _square)
+
+
+def _with_module(layout: str, steps: range, saved: Any = None) -> tuple[list[Tensor], Any]:
+    module = PROBLEM.fresh()
+    opt = ZeroRedundancyOptimizer(
+        module.parameters(),
+        optim.AdamW,
+        module=module,
+        precision=POLICY,
+        layout=layout,
+        bucket_bytes=1,
+        lr=0.003,
+    )
+    if saved is not None:
+        params, state = saved
+        with torch.no_grad():
+            for param, value in zip(module.parameters(), params, strict=True):
+                param.copy_(value)
+        opt.load_state_dict(state)
+    for step in steps:
+        _square(module, step).backward()
+        opt.step()
+        opt.zero_grad()
+    opt.consolidate_state_dict()
+    return copies(module.parameters()), opt.state_dict() if opt.rank == 0 else None
+
+
+def test_training_goes_on_elsewhere_as_if_it_had_not_stopped() -> None:
+    expected, _ = _with_module("sliced", range(6))
+    saved = run_ranks(_with_module, 2, "sliced", range(3))[0]
+    assert saved[1]["rounding_step"] == 3
+    assert "masters" not in saved[1]
+    for got, _ in run_ranks(_with_module, 2, "whole", range(3, 6), saved):
+        assert differing(expected, got) == []
+
+
+def _hooked() -> list[str]:
+    expected, _ = _with_module("sliced", range(5))
+    failures = []
+    for way in WAYS:
+        zero = overlapping(
+            way, PROBLEM.fresh(), (optim.AdamW, {"lr": 0.003}), zero={"precision": POLICY}
+        )
+        for step in range(5):
+            _square(zero.model, step).backward()
+            zero.finish()
+        if wrong := differing(expected, zero.params):
+            failures.append(f"{way}: {wrong}")
+        held = {tensor.untyped_storage().nbytes() for _, tensor in zero.opt._shard}
+        if held != {4}:
+            failures.append(f"{way}: copies of {held} bytes are left")
+    return failures
+
+
+def test_the_ddp_hooks_round_at_random_too() -> None:
+    assert run_ranks(_hooked, 2) == [[], []]
+
+
+def test_small_updates_arrive_in_the_mean_where_rounding_to_nearest_loses_them() -> None:
+    """1000 updates of 1/4096 each: to nearest, a bf16 weight of 1 never moves."""
+    moved = []
+    for policy in (POLICY, MixedPrecision(master_dtype=None)):
+        param = nn.Parameter(torch.ones(4096, dtype=BF16))
+        opt = ZeroRedundancyOptimizer([param], optim.SGD, precision=policy, lr=1 / 4096)
+        for _ in range(1000):
+            param.grad = torch.full_like(param, -1.0)
+            opt.step()
+        moved.append(float(param.detach().float().mean()) - 1)
+    assert moved[1] == 0
+    assert moved[0] == pytest.approx(1000 / 4096, rel=0.02)
+
+
+def _replanned() -> list[str]:
+    """Freezing makes another plan; the sequence of random numbers goes on."""
+    results = []
+    for layout in LAYOUTS:
+        module = PROBLEM.fresh()
+        opt = ZeroRedundancyOptimizer(
+            module.parameters(), optim.AdamW, module=module, precision=POLICY, layout=layout
+        )
+        for step in range(6):
+            if step in (2, 4):
+                for param in module.layers[1].parameters():  # type: ignore[index,union-attr]
+                    param.requires_grad_(step == 4)
+            _square(module, step).backward()
+            opt.step()
+            opt.zero_grad()
+        results.append(copies(module.parameters()))
+        assert opt._rounding.step == 6
+    assert dist.get_world_size() == 2
+    return [str(differing(*results))] if differing(*results) else []
+
+
+def test_another_plan_goes_on_with_the_same_sequence() -> None:
+    assert run_ranks(_replanned, 2) == [[], []]

@@ -1,0 +1,282 @@
+"""Flat buffers: dense tensors in memory order, and the two homes of parameters between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from shardstep.params.inputs import describe
+from shardstep.params.storage import BucketViews, OwnStorage, ParamStorage, flat, is_dense
+from shardstep.plan import ShardPlan
+
+HOMES = [OwnStorage, BucketViews]
+LAYOUTS = ["sliced", "whole"]
+
+
+# --------------------------------------------------------------------- dense and flat
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(()),
+        torch.ones(0),
+        torch.ones(4, 0, 3),
+        torch.ones(0, 4).t(),
+        torch.ones(6),
+        torch.ones(2, 3),
+        torch.ones(2, 3).t(),
+        torch.ones(2, 3, 4).permute(2, 0, 1),
+        torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.ones(2, 1, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.ones(10)[3:7],
+        torch.ones(5, 3)[2:4],
+        torch.ones(1).expand(1, 1, 1),
+        torch.empty_strided((1, 3), (100, 1)),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)}/{tensor.stride()}",
+)
+def test_tensors_without_gaps_are_dense(tensor: torch.Tensor) -> None:
+    assert is_dense(tensor)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(10)[::2],
+        torch.ones(4, 6)[:, :3],
+        torch.ones(4, 6)[:, 2],
+        torch.ones(4, 6)[::2],
+        torch.ones(1).expand(5),
+        torch.ones(3, 1).expand(3, 4),
+        torch.arange(6.0).as_strided((2, 3), (2, 1)),
+        torch.arange(11.0).as_strided((3, 3), (3, 2)),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)}/{tensor.stride()}",
+)
+def test_tensors_with_gaps_or_overlaps_are_not_dense(tensor: torch.Tensor) -> None:
+    assert not is_dense(tensor)
+
+
+def test_flat_is_a_view_in_memory_order_that_autograd_does_not_follow() -> None:
+    memory = torch.arange(120.0)
+    param = torch.nn.Parameter(memory.view(2, 4, 5, 3).permute(0, 3, 1, 2))  # channels-last
+    view = flat(param)
+    assert torch.equal(view, memory)
+    assert not view.requires_grad
+    view[7] = -1
+    assert memory[7] == -1
+    assert view.data_ptr() == param.data_ptr()
+
+
+def test_flat_starts_where_the_tensor_starts() -> None:
+    memory = torch.arange(10.0)
+    assert torch.equal(flat(memory[4:8].view(2, 2)), torch.tensor([4.0, 5.0, 6.0, 7.0]))
+
+
+def test_flat_with_other_strides_is_a_copy_in_the_order_of_those() -> None:
+    grad = torch.arange(6.0).view(2, 3)
+    columns_first = flat(grad, (1, 2))
+    assert torch.equal(columns_first, torch.tensor([0.0, 3.0, 1.0, 4.0, 2.0, 5.0]))
+    assert columns_first.data_ptr() != grad.data_ptr()
+    assert flat(grad, (3, 1)).data_ptr() == grad.data_ptr()
+
+
+def test_flat_with_strides_reads_tensors_that_are_not_dense() -> None:
+    grad = torch.tensor(2.0).expand(2, 3)  # what the backward pass of sum() gives
+    assert torch.equal(flat(grad, (3, 1)), torch.full((6,), 2.0))
+
+
+# --------------------------------------------------------------------- the two homes
+
+
+def make_params() -> list[torch.Tensor]:
+    """Two dtypes, a channels-last and a transposed weight, a scalar, an empty and a frozen one."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator)
+
+    data = [
+        rand(100, 33),
+        rand(8, 4, 3, 3).contiguous(memory_format=torch.channels_last),
+        rand(50, 20).t(),
+        rand(300, 150),
+        rand(200, 3).bfloat16(),
+        rand(),
+        rand(0, 4),
+        rand(7).bfloat16(),
+        rand(10, 9),
+    ]
+    params: list[torch.Tensor] = [torch.nn.Parameter(each) for each in data]
+    params.append(torch.nn.Parameter(rand(65), requires_grad=False))
+    return params
+
+
+def make_plan(params: Sequence[torch.Tensor], world_size: int, layout: str) -> ShardPlan:
+    return ShardPlan.make(describe([{"params": params}]), world_size, layout, bucket_bytes=1)
+
+
+def snapshot(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in params]
+
+
+def assert_same(params: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    for param, value in zip(params, expected, strict=True):
+        assert param.dtype == value.dtype
+        assert param.stride() == value.stride()
+        assert torch.equal(param, value)
+
+
+def gather_by_hand(plan: ShardPlan, homes: Sequence[ParamStorage]) -> None:
+    """What communication does: every rank's segment into every rank's buffer."""
+    for bucket in plan.training_buckets:
+        buffers = [home.load(bucket) for home in homes]
+        for owner in range(plan.world_size):
+            own = bucket.segment(owner).slice
+            sent = buffers[owner][own].clone()
+            for buffer in buffers:
+                buffer[own] = sent
+        for home, buffer in zip(homes, buffers, strict=True):
+            home.store(bucket, buffer)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_after_load_exchange_and_store_every_rank_has_what_each_owner_wrote(
+    home: Callable[..., ParamStorage], layout: str, world_size: int
+) -> None:
+    replicas = [make_params() for _ in range(world_size)]
+    plan = make_plan(replicas[0], world_size, layout)
+    assert len(plan.training_buckets) > 2
+    homes = [home(plan, replicas[rank], rank) for rank in range(world_size)]
+    expected = snapshot(replicas[0])
+    for rank in range(world_size):
+        homes[rank].attach()
+        assert_same(replicas[rank], expected)  # moving in changes no value and no stride
+    for rank in range(world_size):
+        # Each rank updates what it owns, and spoils nothing else.
+        for piece in plan.pieces(rank):
+            if plan.specs[piece.param].trainable:
+                flat(replicas[rank][piece.param])[piece.param_interval.slice].add_(rank + 1)
+                flat(expected[piece.param])[piece.param_interval.slice].add_(rank + 1)
+    if world_size > 1:
+        gather_by_hand(plan, homes)
+    for rank in range(world_size):
+        assert_same(replicas[rank], expected)
+        assert homes[rank].intact()
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_load_has_this_rank_s_segment_up_to_date_at_every_step(
+    home: Callable[..., ParamStorage],
+) -> None:
+    params = make_params()
+    plan = make_plan(params, 2, "sliced")
+    mine = home(plan, params, 1)
+    mine.attach()
+    for _ in range(2):
+        for param in params:
+            param.data.add_(1)
+        for bucket in plan.training_buckets:
+            buffer = mine.load(bucket)
+            assert (buffer.dtype, buffer.shape) == (bucket.dtype, (bucket.numel,))
+            for piece in bucket.pieces(1):
+                own = flat(params[piece.param])[piece.param_interval.slice]
+                assert torch.equal(buffer[piece.bucket_interval.slice], own)
+
+
+def test_own_storage_leaves_the_parameters_where_they_are() -> None:
+    params = make_params()
+    addresses = [param.data_ptr() for param in params]
+    home = OwnStorage(make_plan(params, 2, "sliced"), params, 0)
+    home.attach()
+    home.detach(range(len(params)))
+    assert [param.data_ptr() for param in params] == addresses
+
+
+def test_own_storage_keeps_two_buffers_of_the_largest_bucket() -> None:
+    params = make_params()
+    plan = make_plan(params, 2, "sliced")
+    home = OwnStorage(plan, params, 0)
+    home.attach()
+    assert home.depth == 2
+    assert home.nbytes == 2 * max(bucket.nbytes for bucket in plan.training_buckets)
+    # As many buckets as it says may be in flight together: their buffers are apart.
+    for one, following in zip(plan.training_buckets, plan.training_buckets[1:], strict=False):
+        buffers = [home.load(one), home.load(following)]
+        starts = [buffer.data_ptr() for buffer in buffers]
+        assert abs(starts[0] - starts[1]) >= buffers[starts[1] < starts[0]].nbytes
+
+
+def test_own_storage_of_one_rank_keeps_no_buffer() -> None:
+    params = make_params()
+    home = OwnStorage(make_plan(params, 1, "sliced"), params, 0)
+    home.attach()
+    assert home.nbytes == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bucket_views_make_trainable_parameters_views_of_the_buckets(world_size: int) -> None:
+    params = make_params()
+    plan = make_plan(params, world_size, "sliced")
+    frozen_at = params[-1].data_ptr()
+    objects = [id(param) for param in params]
+    home = BucketViews(plan, params, 0)
+    home.attach()
+    assert [id(param) for param in params] == objects
+    assert params[-1].data_ptr() == frozen_at, "frozen parameters are not moved"
+    for bucket in plan.training_buckets:
+        buffer = home.load(bucket)
+        for slot in bucket.slots:
+            if slot.numel:
+                offset = params[slot.param].data_ptr() - buffer.data_ptr()
+                assert offset == slot.bucket_offset * bucket.dtype.itemsize
+        padding = torch.ones(bucket.numel, dtype=torch.bool)
+        for slot in bucket.slots:
+            padding[slot.bucket_offset : slot.bucket_offset + slot.numel] = False
+        assert not buffer[padding].any(), "padding is sent too, and is zero"
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_home_is_intact_until_a_parameter_moves_and_again_after_attach(
+    home: Callable[..., ParamStorage],
+) -> None:
+    params = make_params()
+    plan = make_plan(params, 2, "sliced")
+    mine = home(plan, params, 0)
+    mine.attach()
+    assert mine.intact()
+    params[0].data.mul_(2)
+    assert mine.intact(), "writing in place is not moving"
+    for index in (0, 4):
+        params[index].data = params[index].detach().clone() + 1
+        assert not mine.intact()
+        expected = snapshot(params)
+        mine.attach()
+        assert mine.intact()
+        assert_same(params, expected)
+    # Loading reads the parameters where they are now.
+    for bucket in plan.training_buckets:
+        buffer = mine.load(bucket)
+        for piece in bucket.pieces(0):
+            own = flat(params[piece.param])[piece.param_interval.slice]
+            assert torch.equal(buffer[piece.bucket_interval.slice], own)
+
+
+def test_detached_parameters_no_longer_lie_in_the_buckets() -> None:
+    params = make_params()
+    plan = make_plan(params, 2, "sliced")
+    home = BucketViews(plan, params, 0)
+    home.attach()
+    expected = snapshot(params)
+    home.detach([1, 4])
+    assert_same(params, expected)
+    assert not home.intact()
+    for bucket in plan.training_buckets:
+        home.load(bucket).fill_(-1)
+    assert_same([params[1], params[4]], [expected[1], expected[4]])
+    assert torch.equal(params[0], torch.full_like(params[0], -1)), "the others still do"

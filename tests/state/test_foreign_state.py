@@ -1,0 +1,313 @@
+"""State of any structure is discovered, never assumed: it is put together, loaded and resharded."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from problems import copies, difference, differing, make_params, set_gradients
+from ranks import raises_on_every_rank, run_ranks
+from torch.optim import Optimizer
+
+from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep.state.tree import encode, leaves
+
+SHAPES = [(31, 17), (40, 8), (9,), (5, 5), (2, 3, 4), (70, 65)]
+
+
+class Preconditions(Optimizer):
+    """A Shampoo in small: one matrix per dimension, in lists in dicts; roots now and then."""
+
+    def __init__(self, params: Any, lr: float = 0.05, every: int = 2) -> None:
+        super().__init__(params, {"lr": lr, "every": every})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, group)
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        state = self.state[p]
+        if not state:
+            state["step"] = 0
+            state["factors"] = {"left": [torch.eye(n) for n in p.shape], "roots": None}
+        state["step"] += 1
+        factors = state["factors"]
+        for dim, factor in enumerate(factors["left"]):
+            unfolded = grad.movedim(dim, 0).reshape(len(factor), -1)
+            factor.addmm_(unfolded, unfolded.mT)
+        if state["step"] % group["every"] == 0:
+            factors["roots"] = [torch.linalg.inv(f + torch.eye(len(f))) for f in factors["left"]]
+        for dim, root in enumerate(factors["roots"] or ()):
+            grad = torch.tensordot(grad, root, dims=([dim], [0])).movedim(-1, dim)
+        p.sub_(grad, alpha=group["lr"])
+
+
+class Quantises(Optimizer):
+    """An 8-bit state in small: codes by element, scales by block of 64; large tensors only."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, group)
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        state = self.state[p]
+        if p.numel() < 4096:
+            state["moment"] = state.get("moment", torch.zeros_like(p)) * 0.9 + grad
+            p.sub_(state["moment"], alpha=group["lr"])
+            return
+        room = -(-p.numel() // 64) * 64
+        if not state:
+            state["codes"] = torch.zeros(room, dtype=torch.int8)
+            state["scales"] = torch.zeros(room // 64)
+        moment = (state["codes"].view(-1, 64) * state["scales"][:, None]).view(-1)[: p.numel()]
+        moment = moment * 0.9 + grad.reshape(-1)
+        p.sub_(moment.view_as(p), alpha=group["lr"])
+        padded = torch.zeros(room)
+        padded[: p.numel()] = moment
+        blocks = padded.view(-1, 64)
+        state["scales"] = blocks.abs().amax(1) / 127
+        codes = blocks / state["scales"].clamp_min(1e-12)[:, None]
+        state["codes"] = codes.round().to(torch.int8).view(-1)
+
+
+class Coded(torch.Tensor):
+    """A tensor kept as 8-bit codes and a scale, as low-bit optimizers keep their moments.
+
+    It can do no more than it has to: be moved, and be copied by whoever has one unsharded.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, note: tuple[Any, ...]) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, note: tuple[Any, ...]) -> None:
+        self.codes, self.scale, self.note = codes, scale, note
+
+    def __tensor_flatten__(self) -> Any:
+        return ["codes", "scale"], (*self.note, self.shape)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Coded:
+        assert tuple(context[-1]) == tuple(size)
+        return cls(inner["codes"], inner["scale"], tuple(context[:-1]))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, (self, *_) = torch.ops.aten, args
+        if func is aten._to_copy.default:
+            return cls(self.codes, self.scale, self.note)
+        raise NotImplementedError(f"{func}")
+
+    def __deepcopy__(self, memo: Any) -> Coded:
+        return Coded(self.codes.clone(), self.scale.clone(), self.note)
+
+
+class LowBit(Optimizer):
+    """Keeps its moments coded, with one scale for a tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                moment = p.grad.clone()
+                if "moment" in state:
+                    moment += 0.9 * state["moment"].codes * state["moment"].scale
+                p.sub_(moment, alpha=group["lr"])
+                scale = moment.abs().max().reshape(1) / 127
+                note = ("by", 8, p.dtype, p.shape)
+                state["moment"] = Coded((moment / scale).round().to(torch.int8), scale, note)
+
+
+class Remembers(Optimizer):
+    """Old gradients in a queue, momenta by their factor, and a counter of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.total = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.total += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["queue"] = deque([p.grad.clone()], maxlen=3)
+                    state["momenta"] = {factor: torch.zeros_like(p) for factor in (0.0, 0.9)}
+                state["queue"].append(p.grad.clone())
+                for factor, moment in state["momenta"].items():
+                    moment.mul_(factor).add_(state["queue"][0])
+                    p.sub_(moment, alpha=group["lr"] / self.total)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "total": self.total}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.total = state_dict["total"]
+        for state in self.state.values():
+            # The base class forgets how long they may become.
+            state["queue"] = deque(state["queue"], maxlen=3)
+
+
+def train(opt: Any, params: list[torch.nn.Parameter], steps: range) -> list[torch.Tensor]:
+    for step in steps:
+        set_gradients(params, step)
+        opt.step()
+    return copies(params)
+
+
+def _round_trip(cls: Any, saved: Any, values: Any) -> tuple[str, Any, list[torch.Tensor]]:
+    params = make_params(SHAPES, frozen=())
+    opt = ZeroRedundancyOptimizer(params, cls, bucket_bytes=1)
+    if saved is None:
+        train(opt, params, range(5))
+    else:
+        with torch.no_grad():
+            for param, value in zip(params, values, strict=True):
+                param.copy_(value)
+        opt.load_state_dict(saved)
+        # A parameter that is frozen moves, with its state, and moves back.
+        params[0].requires_grad_(False)
+        train(opt, params, range(5, 6))
+        params[0].requires_grad_(True)
+        train(opt, params, range(6, 9))
+    opt.consolidate_state_dict()
+    return opt.plan.layout, opt.state_dict() if opt.rank == 0 else None, copies(params)
+
+
+def plain(value: Any) -> Any:
+    """With states in the order of the parameters, and coded tensors as what they are made of."""
+    if isinstance(value, Coded):
+        return [value.codes, value.scale, value.note]
+    if isinstance(value, dict):
+        by_number = all(isinstance(key, int) for key in value)
+        items = sorted(value.items()) if by_number else value.items()
+        return {key: plain(item) for key, item in items}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("cls", "layout"),
+    [
+        (Preconditions, "whole"),
+        (Quantises, "whole"),
+        (LowBit, "whole"),
+        (Remembers, "sliced"),
+    ],
+)
+def test_foreign_state_is_kept(cls: Any, layout: str) -> None:
+    params = make_params(SHAPES, frozen=())
+    unsharded = cls(params)
+    train(unsharded, params, range(5))
+    middle = copy.deepcopy(unsharded.state_dict())
+    (chosen, saved, values), *_ = run_ranks(_round_trip, 3, cls, None, None)
+    assert chosen == layout
+    assert differing(copies(params), values) == []
+    assert difference(plain(middle), plain(saved)) is None
+    params[0].requires_grad_(False)
+    train(unsharded, params, range(5, 6))
+    params[0].requires_grad_(True)
+    train(unsharded, params, range(6, 9))
+    (_, saved, values), *_ = run_ranks(_round_trip, 2, cls, middle, values)
+    assert differing(copies(params), values) == []
+    assert difference(plain(unsharded.state_dict()), plain(saved)) is None
+
+
+def _through_files(folder: Path, how: str, saving: bool) -> tuple[Any, list[torch.Tensor]]:
+    params = make_params(SHAPES, frozen=())
+    opt = ZeroRedundancyOptimizer(params, LowBit, bucket_bytes=1)
+    if saving:
+        train(opt, params, range(5))
+    with mock.patch("shardstep.checkpoint.read.WRAPPING_PACKAGES", (Coded.__module__,)):
+        if how == "dcp" and saving:
+            dcp.save({"optim": opt}, checkpoint_id=folder)
+        elif how == "dcp":
+            dcp.load({"optim": opt}, checkpoint_id=folder)
+        elif saving:
+            checkpoint.save(folder, opt)
+        else:
+            checkpoint.load(folder, opt)
+    opt.consolidate_state_dict()
+    return opt.state_dict() if opt.rank == 0 else None, copies(params)
+
+
+@pytest.mark.parametrize("how", ["ours", "dcp"])
+def test_tensors_that_are_made_of_others_go_through_files(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "saved"
+    (before, _), *_ = run_ranks(_through_files, 2, folder, how, True)
+    (after, _), *_ = run_ranks(_through_files, 3, folder, how, False)
+    assert before["state"]
+    assert difference(plain(before["state"]), plain(after["state"])) is None
+
+
+def _refuses(folder: Path, cls: Any, known: str) -> None:
+    params = make_params(SHAPES, frozen=())
+    opt = ZeroRedundancyOptimizer(params, cls, bucket_bytes=1)
+    with mock.patch("shardstep.checkpoint.read.WRAPPING_PACKAGES", (known,)):
+        checkpoint.load(folder, opt, strict=False)
+
+
+def test_a_file_does_not_choose_which_class_is_made(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    run_ranks(_through_files, 2, folder, "ours", True)
+    raises_on_every_rank(
+        _refuses, 2, checkpoint.CheckpointError, folder, LowBit, "torchao", match="Coded.*not made"
+    )
+
+
+def test_what_is_made_of_others_is_not_cut_on_the_way_from_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    run_ranks(_through_files, 2, folder, "ours", True)
+    args = (folder, Remembers, Coded.__module__)
+    raises_on_every_rank(_refuses, 2, checkpoint.CheckpointError, *args, match="Coded.*be cut")
+
+
+def _loads_into(cls: Any, saved: Any) -> None:
+    params = make_params(SHAPES, frozen=())
+    ZeroRedundancyOptimizer(params, cls, lr=0.1).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, Remembers])
+def test_coded_state_is_not_cut_for_a_class_that_knows_no_codes(cls: Any) -> None:
+    params = make_params(SHAPES, frozen=())
+    unsharded = LowBit(params)
+    train(unsharded, params, range(5))
+    raises_on_every_rank(
+        _loads_into, 2, ValueError, cls, unsharded.state_dict(), match="'moment' of.* is a Coded"
+    )
+
+
+def test_paged_memory_is_the_devices_as_well() -> None:
+    paged: Any = torch.ones(3)
+    assert leaves(encode(paged)[0])[0].on_cpu
+    paged.is_paged = True
+    assert not leaves(encode(paged)[0])[0].on_cpu

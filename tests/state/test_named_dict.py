@@ -1,0 +1,311 @@
+"""Optimizer state dicts from elsewhere are loaded by the names of their parameters, ours go there,
+and a dict that does not cover what trains is not taken in silence."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from problems import LAYOUTS, copies, difference, differing, set_gradients
+from ranks import run_ranks
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shardstep import ZeroRedundancyOptimizer
+from shardstep.checkpoint import by_name
+from shardstep.params.names import strip_wrapper_prefixes
+
+MODES = ("nested", "flat")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.up = nn.Linear(24, 50)
+            self.down = nn.Linear(50, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def groups_of(net: nn.Module, names: bool = False) -> list[dict[str, Any]]:
+    """Weights decay, biases do not."""
+    pairs = list(net.named_parameters())
+    decaying = [pair if names else pair[1] for pair in pairs if pair[1].ndim > 1]
+    others = [pair if names else pair[1] for pair in pairs if pair[1].ndim <= 1]
+    return [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+def train(net: nn.Module, opt: Any, steps: range) -> list[torch.Tensor]:
+    """Every rank has the same data; the mean over two of them is exact."""
+    for step in steps:
+        random = torch.Generator().manual_seed(step)
+        net(torch.randn(8, 24, generator=random)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return copies(net.parameters())
+
+
+def zero(layout: str = "auto", **options: Any) -> tuple[Net, ZeroRedundancyOptimizer]:
+    net = Net()
+    return net, ZeroRedundancyOptimizer(
+        groups_of(net, names=True), optim.AdamW, layout=layout, **options
+    )
+
+
+def trained(steps: int = 3) -> tuple[Net, Optimizer]:
+    net = Net()
+    opt = optim.AdamW(groups_of(net))
+    train(net, opt, range(steps))
+    return net, opt
+
+
+def goes_on(net: Net, opt: Any, values: Any) -> list[int]:
+    """Which parameters differ from those of a run that was not interrupted, three steps on."""
+    expected = copies(trained(6)[0].parameters())
+    net.load_state_dict(values)
+    return differing(expected, train(net, opt, range(3, 6)))
+
+
+# ------------------------------------------------------------------------------------ by name
+
+
+def _from_fsdp2(mode: str, layout: str) -> list[Any]:
+    net = Net()
+    for part in (net.up, net.down, net):
+        fully_shard(part)
+    opt = optim.AdamW(groups_of(net))
+    train(net, opt, range(3))
+    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=mode == "flat")
+    state = get_optimizer_state_dict(net, opt, options=options)
+    before = copy.deepcopy(state)
+    ours, sharded = zero(layout)
+    sharded.load_state_dict(state)
+    plain, _ = trained()
+    return [*goes_on(ours, sharded, plain.state_dict()), difference(before, state)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_full_dict_of_fsdp2_loads(mode: str, layout: str) -> None:
+    assert run_ranks(_from_fsdp2, 2, mode, layout) == [[None], [None]]
+
+
+def _from_ddp(mode: str, compiled: bool) -> list[Any]:
+    net = Net()
+    ddp = DistributedDataParallel(net)
+    opt = optim.AdamW(groups_of(net))
+    train(net, opt, range(3))
+    wrapped = torch.compile(ddp) if compiled else ddp
+    state = get_optimizer_state_dict(
+        net, opt, options=StateDictOptions(flatten_optimizer_state_dict=mode == "flat")
+    )
+    wrapper = {id(param): name for name, param in wrapped.named_parameters()}
+    rename = {name: wrapper[id(param)] for name, param in net.named_parameters()}
+    assert all(new.endswith(f"module.{old}") for old, new in rename.items())
+    if mode == "flat":
+        state = {_replace(key, rename): value for key, value in state.items()}
+    else:
+        state["state"] = {rename[name]: value for name, value in state["state"].items()}
+        for group in state["param_groups"]:
+            group["params"] = [rename[name] for name in group["params"]]
+    ours, sharded = zero()
+    sharded.load_state_dict(state)
+    return goes_on(ours, sharded, net.state_dict())
+
+
+def _replace(key: str, rename: dict[str, str]) -> str:
+    return next(key.replace(old, new) for old, new in rename.items() if f".{old}." in key)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_names_from_inside_of_wrappers_are_known(mode: str, compiled: bool) -> None:
+    assert run_ranks(_from_ddp, 2, mode, compiled) == [[], []]
+
+
+def test_a_submodule_called_module_keeps_its_name_unless_all_have_it() -> None:
+    assert strip_wrapper_prefixes(["module.a", "module.module.b"]) == ["a", "module.b"]
+    assert strip_wrapper_prefixes(["module.a", "b"]) == ["module.a", "b"]
+    assert strip_wrapper_prefixes(["_orig_mod.module.a", "module._orig_mod.b"]) == ["a", "b"]
+
+
+def _reversed_names(numbers: bool) -> list[int]:
+    """Names say what is whose, also where parameters and groups come in another order."""
+    net, opt = trained()
+    names = [name for g in groups_of(net, names=True) for name, _ in g["params"]]
+    state = by_name(opt.state_dict(), names)
+    state = {
+        "state": dict(reversed(state["state"].items())),
+        "param_groups": [{**g, "params": g["params"][::-1]} for g in state["param_groups"][::-1]],
+    }
+    if numbers:
+        order = [name for group in state["param_groups"] for name in group["params"]]
+        state["state"] = {order.index(name): value for name, value in state["state"].items()}
+        for group in state["param_groups"]:
+            group["param_names"] = group["params"]
+            group["params"] = [order.index(name) for name in group["params"]]
+    ours, sharded = zero()
+    sharded.load_state_dict(state)
+    return goes_on(ours, sharded, net.state_dict())
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+def test_names_count_and_not_places(numbers: bool) -> None:
+    assert run_ranks(_reversed_names, 2, numbers) == [[], []]
+
+
+def _refused() -> list[str]:
+    """What does not fit is refused by name and changes nothing."""
+    net, opt = trained()
+    good = get_optimizer_state_dict(net, opt)
+    flat = get_optimizer_state_dict(
+        net, opt, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    names = [name for g in good["param_groups"] for name in g["params"]]
+    unknown = copy.deepcopy(good)
+    unknown["param_groups"][0]["params"][0] = "up.heavy"
+    fewer = copy.deepcopy(good)
+    fewer["param_groups"][1]["params"].remove("down.bias")
+    regrouped = copy.deepcopy(good)
+    regrouped["param_groups"][1]["params"] += regrouped["param_groups"][0]["params"][1:]
+    regrouped["param_groups"][0]["params"] = regrouped["param_groups"][0]["params"][:1]
+    shape = copy.deepcopy(good)
+    shape["state"]["up.bias"]["exp_avg"] = torch.zeros(7)
+    mixed = {**flat, "param_groups.up.bias.lr": 0.5}
+    cases = {
+        "unknown": (unknown, ["'up.heavy'", "'up.weight'"]),
+        "fewer": (fewer, ["'down.bias'"]),
+        "regrouped": (regrouped, ["group 0", "'up.weight'"]),
+        "another shape": (shape, ["'up.bias'"]),
+        "options that differ": (mixed, ["'up.bias'", "options"]),
+        "not an optimizer's": (net.state_dict(), ["not the state dict of an optimizer"]),
+    }
+    ours, sharded = zero()
+    train(ours, sharded, range(2))
+    failures = [] if sorted(names) == sorted(n for n, _ in net.named_parameters()) else ["names"]
+    for what, (state, words) in cases.items():
+        try:
+            sharded.load_state_dict(state)
+            failures.append(f"{what} was loaded")
+        except ValueError as error:
+            failures += [f"{what}: {error}" for word in words if word not in str(error)]
+    expected = copies(trained(6)[0].parameters())
+    if wrong := differing(expected, train(ours, sharded, range(2, 6))):
+        failures.append(f"parameters {wrong} differ afterwards")
+    return failures
+
+
+def test_other_names_are_refused_and_change_nothing() -> None:
+    assert run_ranks(_refused, 2) == [[], []]
+
+
+def test_names_are_refused_where_there_are_none() -> None:
+    net, opt = trained()
+    ours = ZeroRedundancyOptimizer(groups_of(Net()), optim.AdamW)
+    with pytest.raises(ValueError, match="named_parameters"):
+        ours.load_state_dict(get_optimizer_state_dict(net, opt))
+
+
+def _sharded_values() -> str:
+    net = Net()
+    fully_shard(net)
+    opt = optim.AdamW(groups_of(net))
+    train(net, opt, range(1))
+    _, ours = zero()
+    with pytest.raises(ValueError, match="full_state_dict=True") as caught:
+        ours.load_state_dict(get_optimizer_state_dict(net, opt))
+    return str(caught.value)
+
+
+def test_a_dict_of_dtensors_is_refused() -> None:
+    assert all("DTensor" in said for said in run_ranks(_sharded_values, 2))
+
+
+# ------------------------------------------------------------------------------- the other way
+
+
+def _to_names() -> list[Any]:
+    net, opt = zero()
+    train(net, opt, range(3))
+    opt.consolidate_state_dict(to=0)
+    if opt.rank > 0:
+        return []
+    state = by_name(opt.state_dict(), [spec.name for spec in opt.plan.specs])
+    plain, unsharded = trained()
+    expected = get_optimizer_state_dict(plain, unsharded)
+    found: list[Any] = [
+        difference(expected["state"], {name: state["state"][name] for name in expected["state"]})
+    ]
+    again = Net()
+    fresh = optim.AdamW(groups_of(again))
+    set_optimizer_state_dict(again, fresh, state)
+    return [*found, *goes_on(again, fresh, net.state_dict())]
+
+
+def test_a_consolidated_dict_with_names_is_what_torch_gives() -> None:
+    assert run_ranks(_to_names, 2) == [[None], []]
+
+
+def test_names_have_to_be_as_many_as_parameters() -> None:
+    _, opt = trained()
+    with pytest.raises(ValueError, match="4 parameters need as many names"):
+        by_name(opt.state_dict(), ["a", "b"])
+
+
+# -------------------------------------------------------------------- what a dict does not cover
+
+
+def _warned(kind: str) -> list[str]:
+    """What loading says when the dict is complete, empty, or lacks some parameters."""
+    net = Net()
+    make: Any = optim.SGD if kind.startswith("SGD") else optim.AdamW
+    unsharded = make(groups_of(net))
+    if kind != "AdamW, empty":
+        set_gradients(list(net.parameters()), 1, missing=False)
+        if kind == "AdamW, in part":
+            net.up.bias.grad = net.down.weight.grad = None
+        unsharded.step()
+    ours = Net()
+    opt = ZeroRedundancyOptimizer(groups_of(ours, names=True), make)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt.load_state_dict(unsharded.state_dict())
+    return [str(w.message) for w in caught if w.category is UserWarning]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_dict_that_does_not_cover_what_trains_is_warned_of(world_size: int) -> None:
+    assert run_ranks(_warned, world_size, "AdamW, complete") == [[]] * world_size
+    assert run_ranks(_warned, world_size, "SGD, which keeps none") == [[]] * world_size
+    for said in run_ranks(_warned, world_size, "AdamW, empty"):
+        assert said == ["the loaded state is empty: this resumes from zero"]
+    for said in run_ranks(_warned, world_size, "AdamW, in part"):
+        (message,) = said
+        assert "2 of 4 trainable parameters ('down.weight', 'up.bias')" in message
+
+
+def test_frozen_parameters_are_not_missed() -> None:
+    net = Net()
+    net.up.requires_grad_(False)
+    unsharded = optim.AdamW(groups_of(net))
+    set_gradients(list(net.parameters()), 1, missing=False)
+    unsharded.step()
+    ours = Net()
+    ours.up.requires_grad_(False)
+    opt = ZeroRedundancyOptimizer(groups_of(ours), optim.AdamW)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.load_state_dict(unsharded.state_dict())

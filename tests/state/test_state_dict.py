@@ -1,0 +1,701 @@
+"""The consolidated state dict is the unsharded optimizer's, and loads anywhere."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import itertools
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import (
+    ELEMENT_WISE,
+    LAYOUTS,
+    Case,
+    copies,
+    difference,
+    differing,
+    make_groups,
+    make_params,
+    set_gradients,
+    train,
+)
+from ranks import raises_on_every_rank, run_ranks
+from torch import nn, optim
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.optim import Optimizer
+
+from shardstep import ZeroRedundancyOptimizer
+
+SHAPES = [(53, 17), (), (7,), (0,), (1,), (64,), (2, 3, 5, 7), (1009,), (40, 33)]
+FROZEN = (2, 5)
+
+CASES = [
+    *ELEMENT_WISE,
+    Case(optim.Adafactor),
+    Case(optim.Adafactor, {"foreach": True}),
+]
+FIRSTS = list({case.optimizer_class: case for case in reversed(CASES)}.values())
+"""One set of options per class."""
+
+
+def problem(case: Case) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
+    # torch's Adafactor divides by the number of elements, so the empty one must not train there.
+    frozen = (*FROZEN, 3) if case.optimizer_class is optim.Adafactor else FROZEN
+    params = make_params(SHAPES, frozen=frozen)
+    return params, make_groups(params, case.optimizer_class)
+
+
+def plain(case: Case) -> tuple[list[nn.Parameter], Optimizer]:
+    params, groups = problem(case)
+    return params, case.optimizer_class(groups, **case.fresh_options())
+
+
+def zero(case: Case, **kwargs: Any) -> tuple[list[nn.Parameter], ZeroRedundancyOptimizer]:
+    params, groups = problem(case)
+    opt = ZeroRedundancyOptimizer(groups, case.optimizer_class, **kwargs, **case.fresh_options())
+    return params, opt
+
+
+def by_number(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The dict with its parameters in order; torch has them in the order they were first updated,
+    which no reader of a state dict looks at."""
+    return {**state_dict, "state": dict(sorted(state_dict["state"].items()))}
+
+
+def set_values(params: list[nn.Parameter], values: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
+
+
+def _consolidates_to_the_unsharded_dict() -> list[str]:
+    failures = []
+    world_size = dist.get_world_size()
+    for number, case in enumerate(CASES if world_size < 3 else FIRSTS):
+        params, unsharded = plain(case)
+        before = copy.deepcopy(unsharded.state_dict())
+        train(unsharded, params, range(4), missing=case.missing)
+        expected = unsharded.state_dict()
+        fits = [name for name in LAYOUTS if case.optimizer_class is not optim.Adafactor]
+        for turn, layout in enumerate(fits or ["auto"]):
+            view = (number + turn) % 2 == 0
+            name = f"{case}, layout {layout}, view {view}"
+            params, opt = zero(case, layout=layout, parameters_as_bucket_view=view)
+            for moment, wanted in (("at first", before), ("trained", expected)):
+                to = (number + turn) % world_size
+                opt.consolidate_state_dict(to=to)
+                if opt.rank == to and (found := difference(by_number(wanted), opt.state_dict())):
+                    failures.append(f"{name}, {moment}, {found}")
+                if moment == "at first":
+                    train(opt, params, range(4), missing=case.missing)
+    return failures
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_consolidated_dict_is_the_unsharded_one(world_size: int) -> None:
+    failures = run_ranks(_consolidates_to_the_unsharded_dict, world_size)
+    assert failures == [[]] * world_size
+
+
+def _every_rank_can_receive() -> list[str]:
+    failures = []
+    case = Case(optim.Adam)
+    params, unsharded = plain(case)
+    train(unsharded, params, range(3))
+    params, opt = zero(case)
+    train(opt, params, range(3))
+    for to in range(opt.world_size):
+        opt.consolidate_state_dict(to=to)
+        try:
+            if found := difference(by_number(unsharded.state_dict()), opt.state_dict()):
+                failures.append(f"to={to}: {found}")
+            if opt.rank != to:
+                failures.append(f"to={to}: rank {opt.rank} has it as well")
+        except RuntimeError as error:
+            if opt.rank == to or f"consolidate_state_dict(to={opt.rank})" not in str(error):
+                failures.append(f"to={to}: {error}")
+    return failures
+
+
+def test_every_rank_can_receive_the_state_and_only_that_rank_has_it() -> None:
+    assert run_ranks(_every_rank_can_receive, 3) == [[], [], []]
+
+
+def _consolidate_to(to: Any) -> None:
+    zero(Case(optim.SGD))[1].consolidate_state_dict(to=to)
+
+
+def _consolidate_to_my_rank() -> None:
+    _consolidate_to(dist.get_rank())
+
+
+def test_a_receiver_that_does_not_exist_or_is_disputed_is_refused_on_every_rank() -> None:
+    raises_on_every_rank(_consolidate_to, 2, ValueError, 2, match="to=2")
+    raises_on_every_rank(_consolidate_to, 2, ValueError, -1, match="to=-1")
+    raises_on_every_rank(_consolidate_to_my_rank, 2, ValueError, match="to=0.*to=1")
+
+
+def _names() -> list[str | None]:
+    found = []
+    for layout in LAYOUTS:
+        dicts = []
+        for make in (optim.AdamW, ZeroRedundancyOptimizer):
+            named = [(f"layer.{i}", param) for i, param in enumerate(make_params(SHAPES))]
+            groups = [{"params": named[:4]}, {"params": named[4:], "lr": 0.1}]
+            args = () if make is optim.AdamW else (optim.AdamW,)
+            extra = {} if make is optim.AdamW else {"layout": layout}
+            opt: Any = make(groups, *args, **extra)
+            train(opt, [param for _, param in named], range(2))
+            if make is ZeroRedundancyOptimizer:
+                opt.consolidate_state_dict(to=1)
+                if opt.rank != 1:
+                    continue
+            dicts.append(opt.state_dict())
+        if len(dicts) == 2:
+            found.append(difference(by_number(dicts[0]), dicts[1]))
+            # and back: a dict with names loads, on one rank, into the plain class
+            optim.AdamW(groups).load_state_dict(dicts[1])
+    return found
+
+
+def test_names_of_parameters_are_kept() -> None:
+    assert run_ranks(_names, 2) == [[], [None, None]]
+
+
+def _save(folder: str) -> None:
+    """Trains and saves, for one set of options per class."""
+    for number, case in enumerate(FIRSTS):
+        layout = "auto" if case.optimizer_class is optim.Adafactor else LAYOUTS[number % 2]
+        params, opt = zero(case, layout=layout)
+        train(opt, params, range(4))
+        opt.consolidate_state_dict(to=0)
+        if opt.rank == 0:
+            saved = {"optimizer": opt.state_dict(), "params": copies(params)}
+            torch.save(saved, f"{folder}/{opt.world_size}-{number}.pt")
+
+
+def _load_and_go_on(folder: str) -> list[str]:
+    failures = []
+    for number, case in enumerate(FIRSTS):
+        params, unsharded = plain(case)
+        train(unsharded, params, range(4))
+        saved_plainly = copy.deepcopy(
+            {"optimizer": unsharded.state_dict(), "params": copies(params)}
+        )
+        expected = train(unsharded, params, range(4, 8))
+        expected_state = unsharded.state_dict()
+        for source in ("plain", 1, 2, 3, 4):
+            # Plain tensors and numbers: nothing that needs unpickling of code.
+            saved = (
+                saved_plainly
+                if source == "plain"
+                else torch.load(f"{folder}/{source}-{number}.pt", weights_only=True)
+            )
+            # Into what comes from here as into what comes from torch.
+            params, again = plain(case)
+            set_values(params, saved["params"])
+            again.load_state_dict(copy.deepcopy(saved["optimizer"]))  # torch keeps what it is given
+            if differing(expected, train(again, params, range(4, 8))):
+                failures.append(f"{case}: from {source} into the plain class")
+            turn = 0 if source == "plain" else source
+            layout = "auto" if case.optimizer_class is optim.Adafactor else LAYOUTS[turn % 2]
+            params, opt = zero(case, layout=layout, parameters_as_bucket_view=number % 2 == 0)
+            name = f"{case}: from {source} to {opt.world_size} ranks, layout {layout}"
+            set_values(params, saved["params"])
+            opt.load_state_dict(saved["optimizer"])
+            if wrong := differing(expected, train(opt, params, range(4, 8))):
+                failures.append(f"{name}: parameters {wrong}")
+            opt.consolidate_state_dict()
+            if opt.rank == 0 and (found := difference(by_number(expected_state), opt.state_dict())):
+                failures.append(f"{name}: {found}")
+    return failures
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of runs on one to four ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    for world_size in (1, 2, 3, 4):
+        run_ranks(_save, world_size, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_run_goes_on_at_any_world_size_from_any_other_and_from_torch(
+    saved: Path, world_size: int
+) -> None:
+    assert run_ranks(_load_and_go_on, world_size, str(saved)) == [[]] * world_size
+
+
+def _storages(value: Any) -> set[int]:
+    if isinstance(value, torch.Tensor):
+        return {value.untyped_storage().data_ptr()} if value.numel() else set()
+    if isinstance(value, dict):
+        return set().union(*map(_storages, value.values()))
+    if isinstance(value, (list, tuple)):
+        return set().union(*map(_storages, value))
+    return set()
+
+
+def _keeps_off_the_callers_dict(layout: str) -> list[str]:
+    failures = []
+    for case in (Case(optim.Adam, {"lr": torch.tensor(0.003)}), Case(optim.SGD, {"momentum": 0.9})):
+        params, unsharded = plain(case)
+        train(unsharded, params, range(3))
+        given = copy.deepcopy(unsharded.state_dict())
+        before = copy.deepcopy(given)
+        params, opt = zero(case, layout=layout)
+        opt.load_state_dict(given)
+        train(opt, params, range(3, 6))
+        opt.consolidate_state_dict(to=1)
+        if found := difference(before, given):
+            failures.append(f"{case}: the loaded dict was changed: {found}")
+        if _storages(given) & _storages([opt.optim.state_dict(), opt.param_groups]):
+            failures.append(f"{case}: the optimizer shares memory with the loaded dict")
+        if opt.rank != 1:
+            train(opt, params, range(6, 8))
+            continue
+        got = opt.state_dict()
+        before = copy.deepcopy(got)
+        if _storages(got) & _storages([opt.optim.state_dict(), opt.param_groups, given]):
+            failures.append(f"{case}: the optimizer shares memory with the returned dict")
+        train(opt, params, range(6, 8))
+        if found := difference(before, got):
+            failures.append(f"{case}: a later step changed the returned dict: {found}")
+        got["param_groups"][0]["lr"] = 5.0
+        got["state"].clear()
+        if found := difference(before, opt.state_dict()):
+            failures.append(f"{case}: changing the returned dict changed the next one: {found}")
+    return failures
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_callers_dict_is_the_callers(layout: str) -> None:
+    assert run_ranks(_keeps_off_the_callers_dict, 2, layout) == [[], []]
+
+
+class Counting(optim.SGD):
+    """Counts steps in a tensor of its state that belongs to no parameter, and in one beside it."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.total = torch.zeros(())
+
+    def step(self, closure: Any = None) -> Any:
+        self.state.setdefault("all", {"count": torch.zeros(())})["count"] += 1
+        self.total += 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "total": self.total}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.total = state_dict["total"]
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "total"})
+
+
+def test_what_belongs_to_no_parameter_is_copied_too() -> None:
+    params = make_params(SHAPES)
+    opt = ZeroRedundancyOptimizer(params, Counting, layout="sliced")
+    train(opt, params, range(2))
+    saved = opt.state_dict()
+    before = copy.deepcopy(saved)
+    train(opt, params, range(2, 4))
+    assert difference(before, saved) is None
+    opt.load_state_dict(saved)
+    train(opt, params, range(4, 6))
+    assert difference(before, saved) is None
+    assert opt.state_dict()["state"]["all"]["count"] == opt.state_dict()["total"] == 4
+
+
+def _hooks() -> list[str]:
+    params, opt = zero(Case(optim.Adam))
+    calls: list[str] = []
+
+    def saving(optimizer: Optimizer) -> None:
+        assert optimizer is opt
+        calls.append("saving")
+
+    def saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        assert optimizer is opt
+        calls.append("saved")
+        return {**state_dict, "epoch": 7}
+
+    def loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        assert optimizer is opt
+        calls.append(f"loading epoch {state_dict['epoch']}")
+        groups = [{**group, "lr": 0.5} for group in state_dict["param_groups"]]
+        return {**state_dict, "param_groups": groups}
+
+    def loaded(optimizer: Optimizer) -> None:
+        assert optimizer is opt
+        calls.append(f"loaded lr {optimizer.param_groups[0]['lr']}")
+
+    opt.register_state_dict_pre_hook(saving)
+    opt.register_state_dict_post_hook(saved)
+    opt.register_load_state_dict_pre_hook(loading)
+    opt.register_load_state_dict_post_hook(loaded)
+    train(opt, params, range(2))
+    for to in range(opt.world_size):
+        opt.consolidate_state_dict(to=to)
+        if opt.rank == to:
+            opt.load_state_dict(opt.state_dict())
+    return calls
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_of_the_outer_optimizer_fire(world_size: int) -> None:
+    expected = ["saving", "saved", "loading epoch 7", "loaded lr 0.5"]
+    assert run_ranks(_hooks, world_size) == [expected] * world_size
+
+
+class Foreign(Optimizer):
+    """Like many outside torch: fp32 moments for 16-bit parameters and state of all kinds."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    moment = torch.zeros_like(p, dtype=torch.float32)
+                    state["moment"] = moment
+                    state["nested"] = {
+                        "pair": (torch.zeros_like(p, dtype=torch.float64), 3),
+                        "list": [torch.ones_like(p, dtype=torch.int8), 1.5, None],
+                        2: {"deep": torch.zeros_like(p, dtype=torch.bool)},
+                    }
+                    state["calls"] = 0
+                    state["fast"] = True
+                    state["rate"] = 0.5
+                    state["counter"] = torch.tensor(0, dtype=torch.int64)
+                state["calls"] += 1
+                state["counter"] += 1
+                state["fast"] = state["calls"] % 2 == 0
+                state["rate"] *= 0.9
+                state["moment"].mul_(0.9).add_(p.grad)
+                double, _ = state["nested"]["pair"]
+                double.add_(p.grad).add_(1e-9)
+                state["nested"]["list"][0].add_(1)
+                state["nested"][2]["deep"].copy_(p.grad > 0)
+                mixed = state["moment"] + double.float() * state["rate"]
+                p.sub_((group["lr"] * mixed).to(p.dtype))
+
+
+class Wordy(Optimizer):
+    """Keeps words in its state, bare and in a list."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].update({"word": "bare", "list": ["listed", 1]})
+
+
+def test_words_in_the_state_survive_loading() -> None:
+    """torch's own loading takes a word for a sequence and replaces it by a generator's name."""
+    opt = ZeroRedundancyOptimizer(make_params([(5,), (6,)], frozen=()), Wordy)
+    opt.step()
+    saved = opt.state_dict()
+    again = ZeroRedundancyOptimizer(make_params([(5,), (6,)], frozen=()), Wordy)
+    again.load_state_dict(saved)
+    assert difference(saved, again.state_dict()) is None
+
+
+class Stubborn(Foreign):
+    """Reads its state dicts in a way of its own."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "moment" in self.state[p]:
+                    self.state[p]["moment"] = self.state[p]["moment"].double() + 1
+                self.state[p]["loaded by"] = "Stubborn"
+
+
+def _bfloat16_params() -> list[nn.Parameter]:
+    return make_params(SHAPES, frozen=FROZEN, dtypes=(torch.bfloat16,))
+
+
+def _foreign_state(layout: str) -> list[str | None]:
+    params = _bfloat16_params()
+    unsharded = Foreign(params)
+    train(unsharded, params, range(3))
+    middle, middle_values = copy.deepcopy(unsharded.state_dict()), copies(params)
+    train(unsharded, params, range(3, 6))
+    params = _bfloat16_params()
+    opt = ZeroRedundancyOptimizer(params, Foreign, layout=layout)
+    train(opt, params, range(3))
+    opt.consolidate_state_dict()
+    found = [difference(by_number(middle), opt.state_dict())] if opt.rank == 0 else []
+    params = _bfloat16_params()
+    set_values(params, middle_values)
+    opt = ZeroRedundancyOptimizer(params, Foreign, layout=layout)
+    opt.load_state_dict(middle)
+    opt.consolidate_state_dict()  # before any step: what was loaded has its dtypes
+    found += [difference(by_number(middle), opt.state_dict())] if opt.rank == 0 else []
+    train(opt, params, range(3, 6))
+    opt.consolidate_state_dict()
+    found += (
+        [difference(by_number(unsharded.state_dict()), opt.state_dict())] if opt.rank == 0 else []
+    )
+    return found
+
+
+@pytest.mark.parametrize("layout", ["auto", "sliced"])
+def test_state_of_any_structure_and_dtype_survives(layout: str) -> None:
+    assert run_ranks(_foreign_state, 3, layout) == [[None] * 3, [], []]
+
+
+def _own_way_of_loading() -> list[Any]:
+    params = _bfloat16_params()
+    unsharded = Foreign(params)
+    train(unsharded, params, range(3))
+    opt = ZeroRedundancyOptimizer(params, Stubborn)
+    opt.load_state_dict(unsharded.state_dict())
+    return [
+        (state.get("loaded by"), state["moment"].dtype)
+        for state in opt.optim.state.values()
+        if "moment" in state
+    ]
+
+
+def test_a_class_that_loads_in_its_own_way_is_let() -> None:
+    for states in run_ranks(_own_way_of_loading, 2):
+        assert set(states) == {("Stubborn", torch.float64)}
+
+
+def _legacy_step(layout: str) -> list[list[int]]:
+    found = []
+    for optimizer_class in (optim.Adam, optim.RMSprop, optim.Adamax, optim.NAdam, optim.ASGD):
+        case = Case(optimizer_class)
+        params, unsharded = plain(case)
+        train(unsharded, params, range(3))
+        legacy = copy.deepcopy(unsharded.state_dict())
+        for state in legacy["state"].values():
+            for key in state.keys() & {"step", "mu_product", "eta", "mu"}:
+                state[key] = state[key].item()
+        values = copies(params)
+        expected = train(unsharded, params, range(3, 6))
+        params, opt = zero(case, layout=layout)
+        set_values(params, values)
+        opt.load_state_dict(legacy)
+        found.append(differing(expected, train(opt, params, range(3, 6))))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dicts_from_when_step_was_a_number_load(layout: str) -> None:
+    assert run_ranks(_legacy_step, 2, layout) == [[[]] * 5] * 2
+
+
+def _bad_dicts(layout: str) -> list[str]:
+    """Every wrong dict is a ValueError on each rank, after which training goes on as if it had
+    not been tried."""
+    failures = []
+    case = Case(optim.Adam)
+    params, unsharded = plain(case)
+    expected = train(unsharded, params, range(6))
+    params, opt = zero(case, layout=layout)
+    train(opt, params, range(3))
+    opt.consolidate_state_dict(to=0)
+    box = [opt.state_dict() if opt.rank == 0 else None]
+    dist.broadcast_object_list(box)
+    good: Any = box[0]
+    bad = {}
+    bad["one group less"] = {**good, "param_groups": good["param_groups"][:-1]}
+    bad["a parameter less"] = copy.deepcopy(good)
+    bad["a parameter less"]["param_groups"][0]["params"].pop()
+    bad["another shape"] = copy.deepcopy(good)
+    number = next(n for n, state in good["state"].items() if state["exp_avg"].numel() > 1)
+    bad["another shape"]["state"][number]["exp_avg"] = torch.zeros(3, 3, 3)
+    for name, state_dict in bad.items():
+        try:
+            opt.load_state_dict(state_dict)
+        except ValueError:
+            continue
+        failures.append(f"{name}: loaded")
+    if failures:
+        return failures
+    if wrong := differing(expected, train(opt, params, range(3, 6))):
+        failures.append(f"parameters {wrong} differ afterwards")
+    return failures
+
+
+def test_a_dict_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    assert run_ranks(_bad_dicts, 2, "sliced") == [[], []]
+
+
+def test_a_dict_that_does_not_fit_is_refused_under_whole_too() -> None:
+    assert run_ranks(_bad_dicts, 2, "whole") == [[], []]
+
+
+def _fused_step() -> list[Any]:
+    case = Case(optim.Adam, {"fused": True})
+    found = []
+    for layout in LAYOUTS:
+        params, opt = zero(case, layout=layout)
+        train(opt, params, range(2))
+        opt.consolidate_state_dict(to=0)
+        box = [opt.state_dict() if opt.rank == 0 else None]
+        dist.broadcast_object_list(box)
+        opt.load_state_dict(box[0])
+        steps = [state["step"] for state in opt.optim.state.values()]
+        found += [(step.dtype, step.device.type, step.dim()) for step in steps]
+    return found
+
+
+def test_the_step_of_fused_adam_stays_a_float_tensor() -> None:
+    for found in run_ranks(_fused_step, 2):
+        assert set(found) == {(torch.float32, "cpu", 0)}
+
+
+def _from_torchs_own() -> list[str]:
+    failures = []
+    for case in FIRSTS:
+        if case.optimizer_class is optim.Adagrad:
+            continue  # upstream cannot consolidate the state of parameters that never trained
+        params, unsharded = plain(case)
+        train(unsharded, params, range(3))
+        values = copies(params)
+        expected = train(unsharded, params, range(3, 6))
+        params, groups = problem(case)
+        upstream = TorchZero(groups, case.optimizer_class, **case.fresh_options())
+        train(upstream, params, range(3))
+        upstream.consolidate_state_dict(to=0)
+        box = [upstream.state_dict() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(box)
+        params, opt = zero(case)
+        set_values(params, values)
+        opt.load_state_dict(box[0])
+        if wrong := differing(expected, train(opt, params, range(3, 6))):
+            failures.append(f"{case}: parameters {wrong}")
+    return failures
+
+
+def test_the_dict_of_torchs_own_zero_redundancy_optimizer_loads() -> None:
+    assert run_ranks(_from_torchs_own, 2) == [[], []]
+
+
+@contextlib.contextmanager
+def _no_pickle() -> Iterator[None]:
+    refuse = mock.Mock(side_effect=AssertionError("pickle was used"))
+    with contextlib.ExitStack() as stack:
+        for module, name in itertools.chain(
+            itertools.product([pickle], ["dump", "dumps", "load", "loads", "Pickler", "Unpickler"]),
+            itertools.product([torch], ["save", "load"]),
+            itertools.product(
+                [dist],
+                ["all_gather_object", "broadcast_object_list", "gather_object", "send_object_list"],
+            ),
+        ):
+            stack.enter_context(mock.patch.object(module, name, refuse))
+        yield
+
+
+def _without_pickle() -> None:
+    params, groups = problem(Case(optim.Adam))
+    with _no_pickle():
+        with pytest.raises(AssertionError, match="pickle was used"):
+            dist.broadcast_object_list([1])
+        opt = ZeroRedundancyOptimizer(groups, optim.Adam)
+        train(opt, params, range(2))
+        opt.consolidate_state_dict(to=1)
+        if opt.rank == 1:
+            opt.load_state_dict(opt.state_dict())
+
+
+def test_no_pickle_is_on_the_wire() -> None:
+    run_ranks(_without_pickle, 2)
+
+
+def _loaded_twice_in_turn() -> list[str | None]:
+    """Saving and loading over and over is the same as not doing it."""
+    case = Case(optim.RMSprop, {"momentum": 0.9, "centered": True})
+    params, unsharded = plain(case)
+    train(unsharded, params, range(6))
+    ours, opt = zero(case)
+    for step in range(6):
+        set_gradients(ours, step)
+        opt.step()
+        opt.consolidate_state_dict(to=step % opt.world_size)
+        box: list[Any] = [None]
+        if opt.rank == step % opt.world_size:
+            box = [opt.state_dict()]
+        dist.broadcast_object_list(box, src=step % opt.world_size)
+        opt.load_state_dict(box[0])
+    opt.consolidate_state_dict(to=0)
+    found = [] if opt.rank else [difference(by_number(unsharded.state_dict()), opt.state_dict())]
+    return [*found, str(wrong) if (wrong := differing(params, ours)) else None]
+
+
+def test_saving_and_loading_at_every_step_changes_nothing() -> None:
+    assert run_ranks(_loaded_twice_in_turn, 2) == [[None, None], [None]]
+
+
+def test_a_single_rank_needs_no_consolidation() -> None:
+    params, unsharded = plain(Case(optim.Adam))
+    train(unsharded, params, range(2))
+    params, opt = zero(Case(optim.Adam))
+    train(opt, params, range(2))
+    assert difference(by_number(unsharded.state_dict()), opt.state_dict()) is None
+    assert isinstance(opt.optim.state, collections.defaultdict)
+
+
+class Unsendable(Optimizer):
+    """Keeps something in its state that is neither a number nor a tensor."""
+
+    shardstep_layout = "whole"
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["object"] = object()
+
+
+def _unsendable() -> None:
+    opt = ZeroRedundancyOptimizer(make_params([(5,), (6,)], frozen=()), Unsendable, layout="whole")
+    opt.step()
+    opt.consolidate_state_dict()
+
+
+def _looks_it_up() -> Any:
+    params = make_params([(30, 30), (30,)])
+    opt = ZeroRedundancyOptimizer(params, optim.Adam, layout="sliced", bucket_bytes=1)
+    params[1].grad = torch.ones(30)
+    opt.step()
+    if opt.rank == 0:
+        for group in opt.optim.param_groups:
+            for piece in group["params"]:
+                opt.optim.state[piece].get("step")
+    opt.consolidate_state_dict()
+    return opt.state_dict()["state"] if opt.rank == 0 else None
+
+
+def test_a_look_at_state_that_is_not_there_does_no_harm() -> None:
+    found, _ = run_ranks(_looks_it_up, 2)
+    assert not found.get(0)
+    assert found[1]["step"] == 1
+
+
+def test_state_that_cannot_be_sent_is_refused_on_every_rank() -> None:
+    raises_on_every_rank(_unsendable, 2, RuntimeError, match="'object'")

@@ -1,0 +1,133 @@
+"""The ways in which DDP and the sharded optimizer work together, and what they are compared with.
+
+A way takes the step inside of backward. `expected` is DDP with the same communication hook and the
+unsharded optimizer: the arithmetic is the same, so the numbers have to be the same to the bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from models import ADAMW, MLP_PROBLEM, Kind, Problem, Setup, train
+from problems import copies, differing
+from torch import Tensor, nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from shardstep import (
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    register,
+)
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "hook": hook_with_zero_step,
+    "interleaved": hook_with_zero_step_interleaved,
+}
+WAYS = (*HOOKS, "register")
+
+SEVERAL_BUCKETS = {"bucket_cap_mb": 0.05}
+"""So that DDP has several, and divides the parameters anew after the first iteration."""
+
+
+def in_ddp(
+    module: nn.Module,
+    comm_hook: Any = None,
+    state: Callable[[], Any] = lambda: None,
+    **options: Any,
+) -> DistributedDataParallel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of unused parameters that are not there
+        model = DistributedDataParallel(module, **{**SEVERAL_BUCKETS, **options})
+    if comm_hook is not None:
+        model.register_comm_hook(state(), comm_hook)
+    return model
+
+
+def set_up(model: DistributedDataParallel, opt: Any) -> Setup:
+    return Setup(model, model.module, opt, model.no_sync, lambda *a, **k: torch.zeros(()))
+
+
+def groups_of(module: nn.Module) -> list[Any]:
+    return list(module.parameters())
+
+
+def expected(
+    module: nn.Module,
+    kind: Kind = ADAMW,
+    groups: Callable[[nn.Module], list[Any]] = groups_of,
+    **ddp: Any,
+) -> Setup:
+    """DDP and the optimizer."""
+    model = in_ddp(module, **ddp)
+    return set_up(model, kind[0](groups(module), **kind[1]))
+
+
+def overlapping(
+    way: str,
+    module: nn.Module,
+    kind: Kind = ADAMW,
+    groups: Callable[[nn.Module], list[Any]] = groups_of,
+    *,
+    comm_hook: Any = allreduce_hook,
+    state: Callable[[], Any] = lambda: None,
+    shard_buckets: bool = False,
+    zero: dict[str, Any] | None = None,
+    **ddp: Any,
+) -> Setup:
+    """DDP and the sharded optimizer, which steps within backward."""
+    model = in_ddp(module, **ddp)
+    options = {"bucket_bytes": 1, "overlap_with_ddp": True, **(zero or {}), **kind[1]}
+    opt: Any = ZeroRedundancyOptimizer(groups(module), kind[0], **options)
+    if way == "register":
+        register(model, opt)
+    else:
+        model.register_comm_hook(state(), HOOKS[way](comm_hook, model, opt, shard_buckets))
+    return set_up(model, opt)
+
+
+Loop = Callable[[Setup], Any]
+
+
+def plain_loop(problem: Problem = MLP_PROBLEM, steps: int = 5) -> Loop:
+    return lambda setup: train(setup, problem, range(steps))
+
+
+def seen_in(setup: Setup, loop: Loop) -> list[Tensor]:
+    """What the loop returned, tensors if anything, and the parameters afterwards."""
+    returned = loop(setup)
+    seen = [returned] if isinstance(returned, Tensor) else list(returned or [])
+    return [*copies(seen), *setup.params]
+
+
+def compare(
+    loop: Loop,
+    problem: Problem = MLP_PROBLEM,
+    kind: Kind = ADAMW,
+    ways: Sequence[str] = WAYS,
+    **options: Any,
+) -> list[tuple[str, Any]]:
+    """For each way, which tensors differ by a bit: first what `loop` returned, then parameters.
+
+    Options for DDP go to both; `shard_buckets` and `zero` to what is compared.
+    """
+    ddp = {"find_unused_parameters": problem.find_unused, **options}
+    ours = {key: ddp.pop(key) for key in ("shard_buckets", "zero") if key in ddp}
+    reference = seen_in(expected(problem.fresh(), kind, **ddp), loop)
+    assert all(tensor.isfinite().all() for tensor in reference)
+    return [
+        (
+            way,
+            differing(
+                reference, seen_in(overlapping(way, problem.fresh(), kind, **ddp, **ours), loop)
+            ),
+        )
+        for way in ways
+    ]
+
+
+SGD_MOMENTUM: Kind = (optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True})

@@ -1,0 +1,281 @@
+"""Models for ZeRO-2 tests, and how to train them with DDP and without it, for comparison.
+
+A `Problem` is a model and its batches: different on every rank and at every step. `Setup` is what
+trains it: the callable module, the module proper and the optimizer. `with_ddp` and `with_zero` make
+one; whatever loop is run on both has to come to the same numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from problems import copies, differing
+from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import shardstep.optimizer
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer
+from shardstep.comm import Comm
+from shardstep.demo.gpt import GPT, GPTConfig
+
+ADAMW: tuple[type[Optimizer], dict[str, Any]] = (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1})
+SGD: tuple[type[Optimizer], dict[str, Any]] = (
+    optim.SGD,
+    {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
+)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def noise(step: int, *shape: int, of: int | None = None) -> Tensor:
+    """Numbers of this rank, or of rank `of`, for this step."""
+    seed = 1000 * step + (rank() if of is None else of)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class MLP(nn.Module):
+    """About four buckets at two ranks if they are as small as can be."""
+
+    def __init__(self, width: int = 128, depth: int = 4) -> None:
+        super().__init__()
+        sizes = [16, *[width] * depth, 4]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = torch.tanh(layer(x))
+        out: Tensor = self.layers[-1](x)
+        return out
+
+
+class Branching(nn.Module):
+    """Takes the branches it is told to; `never` is taken by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 96)
+        self.branches = nn.ModuleList(nn.Linear(96, 96) for _ in range(3))
+        self.never = nn.Linear(96, 96)
+        self.head = nn.Linear(96, 4)
+
+    def forward(self, x: Tensor, taken: Sequence[int] = (0,)) -> Tensor:
+        h = torch.tanh(self.stem(x))
+        out: Tensor = self.head(h + sum(self.branches[number](h) for number in taken))
+        return out
+
+
+class ConvNet(nn.Module):
+    """A residual block with batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 24, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(24)
+        self.one = nn.Conv2d(24, 24, 3, padding=1, bias=False)
+        self.norm_one = nn.BatchNorm2d(24)
+        self.two = nn.Conv2d(24, 24, 3, padding=1)
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        x = x + self.two(F.relu(self.norm_one(self.one(x))))
+        out: Tensor = self.head(x.mean(dim=(2, 3)))
+        return out
+
+
+class MixedDtypes(nn.Module):
+    """Layers in float32 and in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 96)
+        self.low = nn.Sequential(nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96)).bfloat16()
+        self.last = nn.Linear(96, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.low(self.first(x).bfloat16()).float())
+        return out
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model and the loss of one batch of it."""
+
+    make: Callable[[], nn.Module]
+    loss: Callable[[Callable[..., Any], int], Tensor]
+    find_unused: bool = False
+
+    def fresh(self) -> nn.Module:
+        """A new model. Ranks start differently: rank 0's start has to become everybody's."""
+        torch.manual_seed(7 + rank())
+        return self.make()
+
+
+def _square(model: Callable[..., Any], step: int) -> Tensor:
+    out: Tensor = model(noise(step, 6, 16)).square().mean()
+    return out
+
+
+def _tokens(model: Callable[..., Any], step: int) -> Tensor:
+    random = torch.Generator().manual_seed(1000 * step + rank())
+    tokens = torch.randint(61, (3, 13), generator=random)
+    loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])[1]
+    return loss
+
+
+def _images(model: Callable[..., Any], step: int) -> Tensor:
+    labels = torch.arange(4) % 5
+    return F.cross_entropy(model(noise(step, 4, 3, 6, 6)), labels)
+
+
+def _branches(model: Callable[..., Any], step: int) -> Tensor:
+    """Branch 2 is taken on rank 1 only; one of the others by all, another one at each step."""
+    taken = [step % 2] + ([2] if rank() == 1 else [])
+    out: Tensor = model(noise(step, 6, 16), taken).square().mean()
+    return out
+
+
+def make_gpt() -> GPT:
+    return GPT(GPTConfig(vocab_size=61, block_size=16, n_layer=3, n_head=2, n_embd=64))
+
+
+MLP_PROBLEM = Problem(MLP, _square)
+PROBLEMS = {
+    "gpt": Problem(make_gpt, _tokens),
+    "conv": Problem(ConvNet, _images),
+    "branching": Problem(Branching, _branches, find_unused=True),
+    "mlp": MLP_PROBLEM,
+    "mixed dtypes": Problem(MixedDtypes, _square),
+}
+
+
+def channels_last() -> nn.Module:
+    return ConvNet().to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+@dataclass
+class Setup:
+    """What trains a model.
+
+    Attributes:
+        model: what is called.
+        module: the module itself.
+        opt: the optimizer.
+        no_sync: backward passes within it only add up.
+        clip: clips by norm.
+    """
+
+    model: Callable[..., Any]
+    module: nn.Module
+    opt: Any
+    no_sync: Callable[[], AbstractContextManager[None]]
+    clip: Callable[..., Tensor]
+
+    @property
+    def params(self) -> list[Tensor]:
+        return copies(self.module.parameters())
+
+    def backward(self, step: int, problem: Problem = MLP_PROBLEM) -> Tensor:
+        loss = problem.loss(self.model, step)
+        loss.backward()
+        return loss.detach()
+
+    def finish(self) -> None:
+        self.opt.step()
+        self.opt.zero_grad()
+
+
+Kind = tuple[type[Optimizer], dict[str, Any]]
+
+
+def with_ddp(module: nn.Module, kind: Kind = ADAMW, **options: Any) -> Setup:
+    """DDP and the optimizer."""
+    model = DistributedDataParallel(module, **options)
+    clip = lambda *a, **k: nn.utils.clip_grad_norm_(module.parameters(), *a, **k)  # noqa: E731
+    return Setup(model, module, kind[0](module.parameters(), **kind[1]), model.no_sync, clip)
+
+
+def with_plain(module: nn.Module, kind: Kind = ADAMW) -> Setup:
+    """Nothing but the optimizer."""
+    clip = lambda *a, **k: nn.utils.clip_grad_norm_(module.parameters(), *a, **k)  # noqa: E731
+    opt = kind[0](module.parameters(), **kind[1])
+    return Setup(module, module, opt, lambda: (_ for _ in ()).throw(AssertionError), clip)
+
+
+def with_zero(module: nn.Module, kind: Kind = ADAMW, **options: Any) -> Setup:
+    """ZeRO-2, with the smallest buckets and DDP's own precision unless it is told otherwise."""
+    options.setdefault("bucket_bytes", 1)
+    options.setdefault("precision", MixedPrecision(master_dtype=None))
+    opt: Any = ZeroRedundancyOptimizer(
+        module.parameters(), kind[0], module=module, **options, **kind[1]
+    )
+    return Setup(module, module, opt, opt.no_sync, opt.clip_grad_norm_)
+
+
+def both(
+    loop: Callable[[Setup], Any],
+    problem: Problem = MLP_PROBLEM,
+    kind: Kind = ADAMW,
+    ddp: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run `loop` on both and return what it returned (tensors, if any) and the parameters."""
+    results = []
+    for setup in (
+        with_ddp(
+            problem.fresh(), kind, **{"find_unused_parameters": problem.find_unused}, **(ddp or {})
+        ),
+        with_zero(problem.fresh(), kind, **options),
+    ):
+        returned = loop(setup)
+        seen = [returned] if isinstance(returned, Tensor) else list(returned or [])
+        results.append([*copies(seen), *setup.params])
+    return results[0], results[1]
+
+
+def unlike_ddp(loop: Callable[[Setup], Any], *args: Any, **kwargs: Any) -> list[int]:
+    """Which tensors differ by a bit: losses that `loop` returned first, then the parameters."""
+    return differing(*both(loop, *args, **kwargs))
+
+
+def furthest(expected: Sequence[Tensor], got: Sequence[Tensor]) -> float:
+    """The largest difference, relative to the largest element of its tensor."""
+    return max(
+        float((a - b).abs().max() / a.abs().max().clamp_min(1e-6))
+        for a, b in zip(expected, got, strict=True)
+        if a.numel()
+    )
+
+
+def train(setup: Setup, problem: Problem, steps: range) -> list[Tensor]:
+    """The plain loop; returns the losses."""
+    losses = []
+    for step in steps:
+        losses.append(setup.backward(step, problem))
+        setup.finish()
+    return losses
+
+
+def put_behind_the_door(wrap: Callable[[Comm], Comm]) -> None:
+    """From now on, in this rank, have optimizers communicate through a double."""
+    connect = shardstep.optimizer.connect
+    shardstep.optimizer.connect = lambda *args: wrap(connect(*args))  # type: ignore[assignment]
+
+
+def failing(checks: Iterator[tuple[str, Any]] | Sequence[tuple[str, Any]]) -> list[str]:
+    """The names of those checks that found something, with what they found."""
+    return [f"{name}: {found}" for name, found in checks if found]
