@@ -79,6 +79,7 @@ from shardstep.state.torch_dict import (
     pack_groups,
 )
 from shardstep.state.tree import Leaf
+from shardstep.state.view import ShardView
 
 logger = logging.getLogger(__name__)
 
@@ -1011,10 +1012,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         return self._state_dict(sharded=asked_by_dcp())
 
+    @property
+    def shards(self) -> ShardView:
+        """This rank's share of the state, as checkpoints see it."""
+        return ShardView(self)
+
     def _state_dict(self, sharded: bool) -> StateDict:
+        return self._run_state_dict_hooks(
+            lambda: sharded_state(self) if sharded else self._consolidated_here()
+        )
+
+    def _run_load_hooks(self, state_dict: StateDict, load: Callable[[StateDict], None]) -> None:
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        load(state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _run_state_dict_hooks(self, make: Callable[[], StateDict]) -> StateDict:
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state_dict = sharded_state(self) if sharded else self._consolidated_here()
+        state_dict = make()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
