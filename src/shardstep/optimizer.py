@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from shardstep.apply import apply_to_shares
 from shardstep.comm import Comm, connect, refuse_stray_rank
+from shardstep.comm.broadcast import broadcast
 from shardstep.comm.consensus import check_same_on_all_ranks, run_on_all_ranks
 from shardstep.gather.overlapped import ImmediateGather, OverlappedGather, ParamGather
 from shardstep.gradients.full import FullGradients, GradientSource
@@ -36,7 +37,6 @@ from shardstep.modes.join import (
 )
 from shardstep.modes.module import (
     ModuleTie,
-    broadcast,
     broadcast_start,
     check_membership,
     describe_buffers,
