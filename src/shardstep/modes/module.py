@@ -15,12 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardstep.comm import Comm
 from shardstep.params.module_hook import UncopiedHook
+from shardstep.params.names import names_in
 from shardstep.params.storage import flat, is_dense
-
-
-def names_in(module: torch.nn.Module) -> dict[int, str]:
-    """The name of each parameter of `module`, by its identity."""
-    return {id(param): name for name, param in module.named_parameters()}
 
 
 def check_membership(module: torch.nn.Module, params: Sequence[torch.Tensor]) -> None:

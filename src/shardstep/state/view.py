@@ -104,6 +104,10 @@ class ShardView:
         self._optimizer._local.push_options()
         self._optimizer._local.publish_options()
 
+    def publish_options(self) -> None:
+        """Copy options from the local optimizer to the exposed groups."""
+        self._optimizer._local.publish_options()
+
     def masters(self) -> dict[int, torch.Tensor]:
         """Return this rank's masters by parameter number, in use and not copied."""
         return self._optimizer._masters()
