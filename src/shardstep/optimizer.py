@@ -26,6 +26,7 @@ from shardstep.checkpoint.dcp.stateful import (
 )
 from shardstep.checkpoint.names import tensors_of
 from shardstep.comm import Comm, connect, refuse_stray_rank
+from shardstep.comm.broadcast import broadcast
 from shardstep.comm.consensus import check_same_on_all_ranks, run_on_all_ranks
 from shardstep.gather.overlapped import ImmediateGather, OverlappedGather, ParamGather
 from shardstep.gradients.full import FullGradients, GradientSource
@@ -44,7 +45,6 @@ from shardstep.modes.join import (
 )
 from shardstep.modes.module import (
     ModuleTie,
-    broadcast,
     broadcast_start,
     check_membership,
     describe_buffers,

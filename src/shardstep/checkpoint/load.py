@@ -29,9 +29,9 @@ from shardstep.checkpoint.names import check_model
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.write import comm_of
 from shardstep.comm import Comm
+from shardstep.comm.broadcast import broadcast
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import CLASS_KEY, MultiClass
-from shardstep.modes.module import broadcast
 from shardstep.params.names import shorten_list
 from shardstep.params.storage import flat
 from shardstep.plan import Box, Interval, ParamSpec, boxes
