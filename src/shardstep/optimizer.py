@@ -40,7 +40,6 @@ from shardstep.modes.module import (
     broadcast_start,
     check_membership,
     describe_buffers,
-    names_in,
 )
 from shardstep.params.dtensor import describe_part, refuse_dtensors
 from shardstep.params.inputs import (
@@ -52,6 +51,7 @@ from shardstep.params.inputs import (
     parameters,
 )
 from shardstep.params.masters import Masters, StepCopies, StepTensors
+from shardstep.params.names import names_in
 from shardstep.params.shard import Shard
 from shardstep.params.stochastic_rounding import StochasticRounding
 from shardstep.params.storage import BucketViews, OwnStorage, ParamStorage

@@ -105,7 +105,7 @@ class ShardView:
         self._optimizer._local.publish_options()
 
     def publish_options(self) -> None:
-        """Copy options from the local optimizer to the exposed groups, as after a load."""
+        """Copy options from the local optimizer to the exposed groups."""
         self._optimizer._local.publish_options()
 
     def masters(self) -> dict[int, torch.Tensor]:
