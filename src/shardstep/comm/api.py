@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 
-class Pending(Protocol):
+class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
@@ -57,15 +57,13 @@ class Comm(Protocol):
     def group(self) -> dist.ProcessGroup | None:
         """The process group, if there is one."""
 
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
         """Fill flat `buffer` with every rank's segment; this rank's is there already.
 
         Called on every rank. `cuts` are the `world_size + 1` bounds of the segments.
         """
 
-    def reduce_scatter(
-        self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
-    ) -> Pending:
+    def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
         """Put the sum over all ranks of this rank's segment of flat `buffer` into `out`.
 
         Called on every rank. `buffer` is left in an unspecified state. What travels has its dtype;
@@ -110,14 +108,12 @@ class SoloComm:
         self.ledger = Ledger()
         self.relaying = False
 
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
         """Nothing to fetch."""
         self.ledger.note("all_gather", 0)
         return Done()
 
-    def reduce_scatter(
-        self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
-    ) -> Pending:
+    def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
         """The sum over one rank is what it has."""
         self.ledger.note("reduce_scatter", 0)
         if out is not buffer:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from shardstep.comm.api import Pending
+from shardstep.comm.api import Work
 
 PATIENCE = 10.0
 """Seconds that a program that ends waits for what is under way. What takes longer is not going to
@@ -27,7 +27,7 @@ class Background:
         self._told: SimpleQueue[_Later | None] = SimpleQueue()
         self._begun = False
 
-    def do(self, what: Callable[[], Pending]) -> Pending:
+    def do(self, what: Callable[[], Work]) -> Work:
         """Have `what` called; what is returned is over when that is, and what it returns.
 
         Args:
@@ -47,9 +47,9 @@ class Background:
 class _Later:
     """Something that is done in another thread."""
 
-    def __init__(self, what: Callable[[], Pending]) -> None:
-        self._what: Callable[[], Pending] | None = what
-        self._launched: Pending | None = None
+    def __init__(self, what: Callable[[], Work]) -> None:
+        self._what: Callable[[], Work] | None = what
+        self._launched: Work | None = None
         self._error: BaseException | None = None
         self.done = threading.Event()
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardstep.comm.api import Ledger, Pending
+from shardstep.comm.api import Ledger, Work
 from shardstep.comm.background import Background
 from shardstep.comm.works import Then, Works, naming
 from shardstep.plan import Relay, gather_numel_sent, reduce_numel_sent, relay
@@ -58,7 +58,7 @@ class Exchange:
         self._taken = 0
         self._background = Background()
 
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
         """Fill `buffer` with every rank's segment. Called on every rank."""
         name = f"rank {self._rank}: gathering parameters"
         nbytes = gather_numel_sent(cuts, self._rank) * buffer.itemsize
@@ -70,7 +70,7 @@ class Exchange:
         own = [segments[self._rank]] * self._size
         return Works(name, self._round(self._tags(1)[0], own, segments))
 
-    def _relay_gather(self, name: str, buffer: torch.Tensor, route: Relay) -> Pending:
+    def _relay_gather(self, name: str, buffer: torch.Tensor, route: Relay) -> Work:
         rank, ranks = self._rank, range(self._size)
         tags = self._tags(2)
         first = self._round(
@@ -88,9 +88,7 @@ class Exchange:
 
         return self._in_two_rounds(name, first, second)
 
-    def reduce_scatter(
-        self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
-    ) -> Pending:
+    def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
         """Sum this rank's segment of `buffer` over all ranks. Called on every rank."""
         name = f"rank {self._rank}: reducing gradients"
         gradients, sums = reduce_numel_sent(cuts, self._rank)
@@ -106,7 +104,7 @@ class Exchange:
 
     def _relay_reduction(
         self, name: str, buffer: torch.Tensor, route: Relay, out: torch.Tensor
-    ) -> Pending:
+    ) -> Work:
         rank = self._rank
         mine, owned = route.slices[rank], route.segments[rank]
         slices = [buffer[each.slice] for each in route.slices]
@@ -135,14 +133,12 @@ class Exchange:
         ranks = range(self._size)
         return [own if source == self._rank else torch.empty_like(own) for source in ranks]
 
-    def _in_two_rounds(
-        self, name: str, first: list[Any], second: Callable[[], list[Any]]
-    ) -> Pending:
+    def _in_two_rounds(self, name: str, first: list[Any], second: Callable[[], list[Any]]) -> Work:
         """Have `second` called, which begins the second round, when the first is over."""
         works = Works(name, first)
         inference = torch.is_inference_mode_enabled()
 
-        def carry_on() -> Pending:
+        def carry_on() -> Work:
             works.wait()
             with torch.inference_mode(inference), naming(name):
                 return Works(name, second())

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardstep.comm.api import Comm, Ledger, Pending, SoloComm
+from shardstep.comm.api import Comm, Ledger, SoloComm, Work
 from shardstep.comm.gloo import TAGS, Exchange
 from shardstep.comm.works import Then, Works, naming
 
@@ -52,7 +52,7 @@ class GroupComm:
         self._exchange = Exchange(group, downwards or group, self.ledger)
         self.relaying = self._exchanges(self._wire_device(device or torch.device("cpu")))
 
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
         """Fill `buffer` with every rank's segment. Called on every rank."""
         wire_device = self._wire_device(buffer.device)
         wire = buffer
@@ -65,7 +65,7 @@ class GroupComm:
             pending = gather(wire, cuts)
         return pending if wire is buffer else Then(pending, lambda: buffer.copy_(wire))
 
-    def _gather(self, wire: torch.Tensor, cuts: Sequence[int]) -> Pending:
+    def _gather(self, wire: torch.Tensor, cuts: Sequence[int]) -> Work:
         """The collective way."""
         data = wire.view(torch.uint8)
         segments = [
@@ -86,9 +86,7 @@ class GroupComm:
             ],
         )
 
-    def reduce_scatter(
-        self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
-    ) -> Pending:
+    def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
         """Sum this rank's segment of `buffer` over all ranks. Called on every rank."""
         device = self._wire_device(buffer.device)
         staged = device != buffer.device
@@ -98,7 +96,7 @@ class GroupComm:
             pending = reduce(buffer.to(device), cuts, arrived)
         return Then(pending, lambda: out.copy_(arrived)) if staged else pending
 
-    def _reduce(self, wire: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Pending:
+    def _reduce(self, wire: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
         """The collective way."""
         segments = [wire[start:stop] for start, stop in pairwise(cuts)]
         own = segments[self.group_rank]

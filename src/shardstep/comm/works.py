@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from shardstep.comm.api import Pending
+from shardstep.comm.api import Work
 
 
 @contextmanager
@@ -45,7 +45,7 @@ class Works:
 class Then:
     """An operation with something left to do once it has arrived."""
 
-    def __init__(self, pending: Pending, finish: Callable[[], object]) -> None:
+    def __init__(self, pending: Work, finish: Callable[[], object]) -> None:
         self._pending = pending
         self._finish: Callable[[], object] | None = finish
 
