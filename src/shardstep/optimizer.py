@@ -25,7 +25,14 @@ from shardstep.gradients.full import FullGradients, GradientSource
 from shardstep.gradients.reducer import GradReducer, refuse_watched
 from shardstep.layouts.choose import Layouts
 from shardstep.local.local_optimizer import LocalOptimizer, LocalState
-from shardstep.local.multi_class import CLASS_KEY, MultiClass, extras, names_a_class, no_defaults
+from shardstep.local.multi_class import (
+    CLASS_KEY,
+    MultiClass,
+    extras,
+    names_a_class,
+    no_defaults,
+    optimizer_name,
+)
 from shardstep.local.train_eval import MODES, has_train_eval
 from shardstep.local.unmovable_state import find_kept_view, find_unmovable_state
 from shardstep.modes.join import (
@@ -230,12 +237,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             where = find_kept_view(self.optim) if self.parameters_as_bucket_view else None
             if where is not None:
                 raise ValueError(
-                    f"{type(self.optim).__name__} keeps {where}, and parameters are about to move "
+                    f"{optimizer_name(self.optim)} keeps {where}, and parameters are about to move "
                     "into buckets; leave out parameters_as_bucket_view=True, module= and "
                     "overlap_with_ddp=True, or have the class make its views when they are needed"
                 )
             head = [
-                f"optimizer class {type(self.optim).__qualname__}",
+                f"optimizer class {optimizer_name(self.optim)}",
                 f"overlap_with_ddp={overlap_with_ddp}, module={module is not None}, "
                 f"broadcast_buffers={broadcast_buffers}",
                 f"{self._precision}",
@@ -342,7 +349,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._trainable = [spec.trainable for spec in plan.specs]
         self._begun |= {index for index, trains in enumerate(self._trainable) if trains}
         if not self._warned and self._module is None:
-            self._warned = warn_of_16_bits(plan.specs, type(self.optim).__name__)
+            self._warned = warn_of_16_bits(plan.specs, optimizer_name(self.optim))
         home = BucketViews if self.parameters_as_bucket_view else OwnStorage
         self._storage: ParamStorage = home(plan, self._params, self.rank)
         self._settle_in()
@@ -485,7 +492,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         where = find_unmovable_state(self.optim) if moves else None
         if where is not None:
             raise RuntimeError(
-                f"rank {self.rank}: {what} would lose what {type(self.optim).__name__} keeps of "
+                f"rank {self.rank}: {what} would lose what {optimizer_name(self.optim)} keeps of "
                 f"its parameters beside its state ({where}); do it before the optimizer is "
                 "constructed, or construct another one"
             )
@@ -635,7 +642,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 if evaluations > 1 and self.world_size > 1:
                     # Between the two, each rank has moved its own pieces only.
                     raise RuntimeError(
-                        f"{type(self.optim).__name__} evaluates its closure more than once in a "
+                        f"{optimizer_name(self.optim)} evaluates its closure more than once in a "
                         "step, which a divided optimizer cannot do; use it unsharded"
                     )
                 if evaluations > 1:
@@ -703,7 +710,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             """`train` and `eval`, if any class here has them."""
             if name in MODES and "optim" in self.__dict__ and has_train_eval(self.optim):
                 return lambda *args, **kwargs: self.apply(
-                    lambda _: self._local.turn(name, *args, **kwargs)
+                    lambda _: self._local.set_mode(name, *args, **kwargs)
                 )
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 

@@ -31,7 +31,7 @@ from shardstep.checkpoint.write import comm_of
 from shardstep.comm import Comm
 from shardstep.comm.broadcast import broadcast
 from shardstep.comm.consensus import run_on_all_ranks
-from shardstep.local.multi_class import CLASS_KEY, MultiClass
+from shardstep.local.multi_class import CLASS_KEY, MultiClass, optimizer_name
 from shardstep.params.names import shorten_list
 from shardstep.params.storage import flat
 from shardstep.plan import Box, Interval, ParamSpec, boxes
@@ -398,8 +398,8 @@ def _warn(match: Match) -> None:
     else:
         said = (
             "has no optimizer state at all, though steps had been taken when it was saved: the "
-            f"optimizer starts from zero, unless a {type(match.optimizer.optim).__name__} keeps no "
-            "state"
+            f"optimizer starts from zero, unless a {optimizer_name(match.optimizer.optim)} keeps "
+            "no state"
         )
     warnings.warn(f"{path} {said}", stacklevel=3)
 

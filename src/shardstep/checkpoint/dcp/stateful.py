@@ -27,7 +27,7 @@ from shardstep.checkpoint.dcp.stand_in import StandIn
 from shardstep.checkpoint.names import tensors_of
 from shardstep.comm import Comm
 from shardstep.comm.consensus import check_same_on_all_ranks
-from shardstep.local.multi_class import extras
+from shardstep.local.multi_class import extras, optimizer_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Interval
@@ -313,7 +313,7 @@ def _survey(optimizer: ZeroRedundancyOptimizer) -> _Survey:
             rank, failure = next(iter(failures.items()))
             raise RuntimeError(
                 f"rank {comm.group_rank}: this optimizer has no state yet, and which state it will "
-                f"have cannot be found out: a step of {type(optimizer.optim).__name__} on copies "
+                f"have cannot be found out: a step of {optimizer_name(optimizer.optim)} on copies "
                 f"with zero gradients failed on rank {rank} ({failure}); take one step first, or "
                 "load a full state dict with optimizer.load_state_dict()"
             )
