@@ -402,7 +402,7 @@ def test_what_torch_does_not_read_is_refused(tmp_path: Path, to: Any) -> None:
     net, opt = sharded("AdamW", "sliced")
     extra = {"losses": [deque([1.0], maxlen=9)]}
     path = ckpt.save(tmp_path / "deque", opt, net, extra)
-    with pytest.raises(ckpt.CheckpointError, match=r"extra has a deque at 'losses\.0'"):
+    with pytest.raises(ckpt.CheckpointError, match=r"extra has a deque at \['losses'\]\[0\]"):
         ckpt.export(path, tmp_path / "all.pt", to)
     assert os.listdir(tmp_path) == ["deque"]
     torch.load(ckpt.export(path, tmp_path / "model.pt", to, part="model"), weights_only=True)
@@ -547,7 +547,7 @@ def test_files_from_before_torch_1_6_are_read_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "options", "said"),
     [
-        ([1, 2], {}, "has a list in it"),
+        ([1, 2], {}, "expected a state dict, got a list"),
         ({"epoch": 3, "lr": 0.1}, {}, "neither a model nor an optimizer was found.*'epoch', 'lr'"),
         ({"model": {"a": torch.ones(2)}}, {"model_key": "net"}, "has no 'net'; it has 'model'"),
         ({"model": 3, "optimizer": {}}, {}, "'model' is a int, not a state dict"),

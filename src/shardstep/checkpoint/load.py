@@ -31,7 +31,7 @@ from shardstep.checkpoint.write import comm_of
 from shardstep.comm import Comm
 from shardstep.comm.broadcast import broadcast
 from shardstep.comm.consensus import run_on_all_ranks
-from shardstep.local.multi_class import CLASS_KEY, MultiClass
+from shardstep.local.multi_class import CLASS_KEY, MultiClass, optimizer_name
 from shardstep.params.names import shorten_list
 from shardstep.params.storage import flat
 from shardstep.plan import Box, Interval, ParamSpec, boxes
@@ -94,7 +94,7 @@ def load(
     comm = comm_of(optimizer)
     what = f"loading {path}"
     if optimizer is not None:
-        optimizer._gather.land()
+        optimizer.shards.wait_for_params()
     with _opened(comm, what, path, model) as checkpoint:
         match = Match(checkpoint, comm, optimizer, model, strict, dict(names or {}))
         # With what else decides on what is done together: a rank that is not told to verify would
@@ -110,7 +110,7 @@ def load(
             mine = needed[comm.group_rank :: comm.world_size]
             run_on_all_ranks(comm, what, lambda: checkpoint.verify(mine))
         if optimizer is not None:
-            run_on_all_ranks(comm, what, lambda: optimizer._widen(match.given))
+            run_on_all_ranks(comm, what, lambda: optimizer.shards.give_masters(match.given))
         loading = _Loading(match)
         run_on_all_ranks(comm, what, loading.read)
         loading.install(what)
@@ -178,12 +178,12 @@ class _Loading:
             held = plan.intervals(match.optimizer.rank)
             states = {}
             for index in sorted(held.keys() & match.found.keys()):
-                param, device = match.found[index], match.optimizer._params[index].device
+                param, device = match.found[index], match.optimizer.shards.params[index].device
                 if param.state is not None:
                     states[index] = self._state(param, plan.specs[index], held[index], device)
             self.states, self.masters = split_masters(states)
             self.mastered = set(self.masters)
-            for index, master in match.optimizer._masters().items():
+            for index, master in match.optimizer.shards.masters().items():
                 stored = None if index in self.masters else match.wide(index)
                 if stored is not None:
                     made = torch.empty_like(master)
@@ -294,15 +294,15 @@ class _Loading:
                     each()
             raise
         if match.optimizer is not None:
-            match.optimizer._stepped = match.stepped
-            match.optimizer._local.publish_options()
+            match.optimizer.shards.stepped = match.stepped
+            match.optimizer.shards.publish_options()
         self._put_weights()
         if match.optimizer is not None:
             # After the weights: a master that does not round to its parameter is not believed.
-            match.optimizer._set_masters(self.masters)
+            match.optimizer.shards.set_masters(self.masters)
             saved = match.checkpoint.contents.optimizer
             assert saved is not None
-            match.optimizer._rounding.step = saved.rounded
+            match.optimizer.shards.rounding_step = saved.rounded
 
     def _put_state(
         self, optimizer: ZeroRedundancyOptimizer, undo: list[Callable[[], None]]
@@ -311,11 +311,11 @@ class _Loading:
         local = optimizer.optim
         parts = local.parts if isinstance(local, MultiClass) else []
         undo += [_way_back(each) for each in (local, *parts)]
-        optimizer._local.push_options()
+        optimizer.shards.sync_options()
         # What is not in the checkpoint stays as it is.
         states = {
             index: state
-            for index, state in optimizer._local.states().items()
+            for index, state in optimizer.shards.states().items()
             if index not in self.match.found
         }
         groups = []
@@ -398,8 +398,8 @@ def _warn(match: Match) -> None:
     else:
         said = (
             "has no optimizer state at all, though steps had been taken when it was saved: the "
-            f"optimizer starts from zero, unless a {type(match.optimizer.optim).__name__} keeps no "
-            "state"
+            f"optimizer starts from zero, unless a {optimizer_name(match.optimizer.optim)} keeps "
+            "no state"
         )
     warnings.warn(f"{path} {said}", stacklevel=3)
 

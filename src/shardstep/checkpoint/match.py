@@ -17,13 +17,12 @@ from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.file_layout import deal
 from shardstep.checkpoint.format import SavedModel, SavedOptimizer, SavedParam, Stored, Tree
 from shardstep.checkpoint.mastered import MASTER, master_of, own_entries
-from shardstep.checkpoint.names import names_of, tensors_of, unwrapped
+from shardstep.checkpoint.names import names_of, tensors_of
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.write import EXTRA_STATE, kind_of, model_tensors
 from shardstep.comm import Comm
-from shardstep.modes.module import names_in
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
-from shardstep.params.names import shorten_list, unwrapped_name
+from shardstep.params.names import names_in, shorten_list, unwrapped, unwrapped_name
 from shardstep.state.limits import STATE_NBYTES, STATE_RATIO, memory_nbytes
 from shardstep.state.tree import Node, leaves
 
@@ -265,7 +264,7 @@ class Match:
         if self.optimizer is None or self.model is None:
             return None
         # The model's own name for it: the optimizer leaves out what may be DDP's prefix.
-        name = names_in(unwrapped(self.model)).get(id(self.optimizer._params[index]))
+        name = names_in(unwrapped(self.model)).get(id(self.optimizer.shards.params[index]))
         stored = self.weights.get(unwrapped_name(name)) if name is not None else None
         dtype = self.optimizer.plan.specs[index].dtype
         return stored if stored is not None and stored.dtype.itemsize > dtype.itemsize else None
@@ -303,7 +302,7 @@ class Match:
             held = self.optimizer.plan.intervals(self.optimizer.rank)
             for index in held.keys() & self.found.keys():
                 state = self.found[index].state
-                if state is not None and self.optimizer._params[index].device.type == "cpu":
+                if state is not None and self.optimizer.shards.params[index].device.type == "cpu":
                     share = held[index].numel / max(1, self.optimizer.plan.specs[index].numel)
                     nbytes += int(share * sum(leaf.nbytes for leaf in leaves(state.node)))
             trees = [contents.optimizer.loose, *filter(None, self.options)]

@@ -7,24 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardstep.modes.module import names_in
-from shardstep.params.names import strip_wrapper_prefixes
+from shardstep.params.names import names_in, strip_wrapper_prefixes, unwrapped
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module inside of DDP and torch.compile."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(original := getattr(model, "_orig_mod", None), torch.nn.Module):
-            model = original
-        else:
-            return model
 
 
 def check_model(model: object) -> None:
@@ -47,7 +33,9 @@ def tensors_of(
     if model is not None:
         yield from unwrapped(model).named_parameters()
     if optimizer is not None:
-        yield from zip((spec.name for spec in optimizer.plan.specs), optimizer._params, strict=True)
+        yield from zip(
+            (spec.name for spec in optimizer.plan.specs), optimizer.shards.params, strict=True
+        )
 
 
 def names_of(
@@ -59,10 +47,10 @@ def names_of(
     neither has a name for is called by its number.
     """
     in_model = names_in(unwrapped(model)) if model is not None else {}
-    pairs = zip(optimizer._params, optimizer.plan.specs, strict=True)
+    pairs = zip(optimizer.shards.params, optimizer.plan.specs, strict=True)
     known = [in_model.get(id(param)) or spec.name for param, spec in pairs]
     # DDP's prefix is none of the names that the model itself has.
-    own = any(id(param) in in_model for param in optimizer._params)
+    own = any(id(param) in in_model for param in optimizer.shards.params)
     names = strip_wrapper_prefixes(known, ddp=not own)
     numbers = [f"param {index}" for index in range(len(names))]
     if len(set(names)) != len(names):

@@ -34,14 +34,14 @@ from shardstep.checkpoint.format import (
     Tree,
 )
 from shardstep.checkpoint.mastered import MASTER, attach_masters
-from shardstep.checkpoint.names import check_model, names_of, tensors_of, unwrapped
+from shardstep.checkpoint.names import check_model, names_of, tensors_of
 from shardstep.checkpoint.safetensors import Digest, Progress, Source, no_progress, write
 from shardstep.checkpoint.staging import Staging, keep_last, write_text
 from shardstep.comm import Comm, connect
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import extras, full_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
-from shardstep.params.names import unwrapped_name
+from shardstep.params.names import unwrapped, unwrapped_name
 from shardstep.plan import Box, Holding, boxes
 from shardstep.state.exchange import Kept, survey
 from shardstep.state.tree import Node, encode, with_leaves
@@ -85,7 +85,7 @@ def comm_of(optimizer: ZeroRedundancyOptimizer | None) -> Comm:
             f"{type(optimizer).__name__}; the state dict of another one becomes a checkpoint with "
             "checkpoint.import_state_dict"
         )
-    return optimizer._comm if optimizer is not None else connect(None)
+    return optimizer.shards.comm if optimizer is not None else connect(None)
 
 
 def prepare(
@@ -121,17 +121,17 @@ def prepare(
     contents = Contents(made_by=made_by(comm.world_size))
     texts: dict[str, str] = {}
     if optimizer is not None:
-        optimizer._gather.land()
+        optimizer.shards.wait_for_params()
         names, positional = names_of(optimizer, model)
         held = [optimizer.plan.intervals(rank) for rank in range(comm.world_size)]
-        own = attach_masters(optimizer._local.states(), optimizer._masters())
+        own = attach_masters(optimizer.shards.states(), optimizer.shards.masters())
         kept, tensors = survey(comm, optimizer.plan.specs, held, own)
         states = _place_state(shelves, names, held, kept, tensors, comm.group_rank)
 
     def describe() -> str:
         nonlocal contents, texts
         if optimizer is not None:
-            optimizer._local.push_options()
+            optimizer.shards.sync_options()
             saved = _saved_optimizer(shelves, optimizer, names, positional, kept, states)
             contents = replace(contents, optimizer=saved)
         if model is not None:
@@ -290,7 +290,7 @@ def _saved_optimizer(
         options = saved_options(shelves, number, group)
         groups.append((tuple(names[start:stop]), options))
         start = stop
-    global_state = optimizer._local.global_state()
+    global_state = optimizer.shards.global_state()
     if not all(isinstance(key, str) for key in global_state):
         raise TypeError(
             f"the optimizer keeps state under {list(global_state)}; a checkpoint holds it under "
@@ -301,12 +301,12 @@ def _saved_optimizer(
     return SavedOptimizer(
         kind,
         positional,
-        optimizer._stepped,
+        optimizer.shards.stepped,
         tuple(params),
         tuple(groups),
         loose,
         shelves.tree("beside", extras(optimizer.optim)),
-        optimizer._rounding.step,
+        optimizer.shards.rounding_step,
     )
 
 

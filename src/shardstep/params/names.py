@@ -4,8 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 _INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What torch.compile, activation checkpointing and FSDP put into names, at any depth."""
+
+
+def names_in(module: torch.nn.Module) -> dict[int, str]:
+    """Return the name of each parameter of `module`, by the parameter's id."""
+    return {id(param): name for name, param in module.named_parameters()}
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's module inside DDP and torch.compile."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(original := getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = original
+        else:
+            return model
 
 
 def unwrapped_name(name: str) -> str:
