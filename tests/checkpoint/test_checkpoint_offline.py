@@ -27,6 +27,8 @@ from shardstep import ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
 from shardstep.checkpoint import safetensors
 from shardstep.checkpoint import staging as folder
+from shardstep.checkpoint.files import digest_of
+from shardstep.checkpoint.manifest import MANIFEST, read_manifest
 from shardstep.checkpoint.safetensors import Streamed
 from shardstep.comm import SoloComm
 
@@ -73,7 +75,7 @@ def small(tmp_path: Path) -> Path:
 
 
 def digests(path: Path, *kinds: str) -> dict[str, str]:
-    files = folder.read_manifest(path).files
+    files = read_manifest(path).files
     return {name: each.sha256 for name, each in files.items() if name.startswith(kinds)}
 
 
@@ -402,7 +404,7 @@ def test_what_torch_does_not_read_is_refused(tmp_path: Path, to: Any) -> None:
     net, opt = sharded("AdamW", "sliced")
     extra = {"losses": [deque([1.0], maxlen=9)]}
     path = ckpt.save(tmp_path / "deque", opt, net, extra)
-    with pytest.raises(ckpt.CheckpointError, match=r"extra has a deque at 'losses\.0'"):
+    with pytest.raises(ckpt.CheckpointError, match=r"extra has a deque at \['losses'\]\[0\]"):
         ckpt.export(path, tmp_path / "all.pt", to)
     assert os.listdir(tmp_path) == ["deque"]
     torch.load(ckpt.export(path, tmp_path / "model.pt", to, part="model"), weights_only=True)
@@ -547,7 +549,7 @@ def test_files_from_before_torch_1_6_are_read_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "options", "said"),
     [
-        ([1, 2], {}, "has a list in it"),
+        ([1, 2], {}, "expected a state dict, got a list"),
         ({"epoch": 3, "lr": 0.1}, {}, "neither a model nor an optimizer was found.*'epoch', 'lr'"),
         ({"model": {"a": torch.ones(2)}}, {"model_key": "net"}, "has no 'net'; it has 'model'"),
         ({"model": 3, "optimizer": {}}, {}, "'model' is a int, not a state dict"),
@@ -679,9 +681,9 @@ def forge(path: Path, change: Callable[[Any], None]) -> None:
     said = json.loads((path / "contents.json").read_text())
     change(said)
     (path / "contents.json").write_text(json.dumps(said))
-    files = {file.name: safetensors.digest_of(file) for file in path.iterdir()}
-    del files[folder.MANIFEST]
-    (path / folder.MANIFEST).unlink()
+    files = {file.name: digest_of(file) for file in path.iterdir()}
+    del files[MANIFEST]
+    (path / MANIFEST).unlink()
     os.rename(path, path.parent / "forged")
     staging = folder.Staging(path)
     for file in (path.parent / "forged").iterdir():
@@ -765,7 +767,7 @@ def test_a_tensor_is_written_as_it_is_read_in_whatever_stretches(
     sources = {name: streamed(tensor) for name, tensor in tensors.items()}
     digest = safetensors.write(tmp_path / "streamed", sources, progress=told.append)
     assert (tmp_path / "streamed").read_bytes() == (tmp_path / "at-once").read_bytes()
-    assert digest == safetensors.digest_of(tmp_path / "at-once")
+    assert digest == digest_of(tmp_path / "at-once")
     assert sum(told) == sum(tensor.nbytes for tensor in tensors.values())
 
 

@@ -760,7 +760,7 @@ def test_a_verdict_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fresh(Momentum):
         pass
 
-    monkeypatch.setattr(shardstep.layout.choose, "probe", counting)
+    monkeypatch.setattr(shardstep.layouts.choose, "probe", counting)
     for lr in (0.1, 0.1, torch.tensor(0.1), torch.tensor(0.1), 0.2):
         verdict_on(Fresh, {"lr": lr}, {"nested": {"a": [1, 2.0]}})
     verdict_on(Fresh, {"lr": 0.2}, {"nested": {"a": [True, 2.0]}})
@@ -843,7 +843,7 @@ def test_what_the_class_says_of_its_options_reaches_the_user() -> None:
 def test_one_rank_takes_any_class_and_tries_none(
     cls: Callable[..., Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shardstep.layout.choose, "probe", None)
+    monkeypatch.setattr(shardstep.layouts.choose, "probe", None)
     assert chosen("auto", cls, world_size=1).layout == "whole"
 
 

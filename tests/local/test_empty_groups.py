@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 from shardstep.layouts.choose import choose
 from shardstep.layouts.probe import probe
-from shardstep.local.empty_groups import filled, stand_in
+from shardstep.local.empty_groups import empty_param, fill_empty_groups
 
 
 class LeavesEmptyOut(Optimizer):
@@ -158,7 +158,7 @@ class Wraps(LeavesEmptyOut):
 def test_nothing_is_left_in_an_optimizer_inside() -> None:
     assert probe(Wraps, {}, {}).kind == "coupled"
     opt = Wraps([{"params": [nn.Parameter(torch.ones(2))]}, {"params": []}])
-    with filled(opt, {1: stand_in(torch.ones(2), torch.float32, has_gradient=True)}):
+    with fill_empty_groups(opt, {1: empty_param(torch.ones(2), torch.float32, has_gradient=True)}):
         opt.step()
         assert opt.inside.state
     assert not opt.inside.state

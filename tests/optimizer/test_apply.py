@@ -318,9 +318,9 @@ def pass_it_on(folder: Path) -> None:
     net = Net()
     opt: Any = ZeroRedundancyOptimizer(net.named_parameters(), PassesItOn, lr=0.1, momentum=0.9)
     use(net, opt, 0)
-    dcp.save({"opt": opt}, checkpoint_id=folder)
+    dcp.save({"opt": checkpoint.Sharded(opt)}, checkpoint_id=folder)
     other = ZeroRedundancyOptimizer(Net().named_parameters(), PassesItOn, lr=0.1, momentum=0.9)
-    dcp.load({"opt": other}, checkpoint_id=folder)
+    dcp.load({"opt": checkpoint.Sharded(other)}, checkpoint_id=folder)
     opt.eval()
 
 
@@ -365,8 +365,8 @@ def go_on_from(folder: Path, way: str) -> list[list[torch.Tensor]]:
         use(net, opt, step)
     opt.eval()
     if way == "dcp":
-        dcp.save({"opt": opt, "net": net}, checkpoint_id=folder)
-        dcp.load({"opt": other, "net": fresh}, checkpoint_id=folder)
+        dcp.save({"opt": checkpoint.Sharded(opt), "net": net}, checkpoint_id=folder)
+        dcp.load({"opt": checkpoint.Sharded(other), "net": fresh}, checkpoint_id=folder)
     else:
         checkpoint.save(folder / "step", opt, net)
         checkpoint.load(folder / "step", other, fresh)

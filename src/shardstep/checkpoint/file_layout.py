@@ -1,4 +1,4 @@
-"""Which tensor goes into which file, for ranks that save and for one process that writes for all."""
+"""Assigning tensors to files, for ranks that save and for one process that writes for all."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ class FileLayout:
             self.own_files.setdefault(file, {})[key] = tensor
         return Chunk(file, key, box)
 
+    def add_whole(self, kind: str, group_rank: int, key: str, tensor: Source) -> Stored:
+        """Assign a tensor, in one chunk, to a rank's file."""
+        shape = tuple(tensor.shape)
+        chunk = self.add_chunk(kind, group_rank, key, Box.whole(shape), tensor)
+        return Stored(tensor.dtype, shape, (chunk,))
+
     def add_value(self, name: str, value: Any) -> Tree:
         """Assign a nested value to rank 0."""
         try:
@@ -59,9 +65,7 @@ class FileLayout:
         stored = {}
         for number, (leaf, tensor) in enumerate(zip(leaves(node), tensors, strict=True)):
             if leaf.data is None:
-                key, box = value_key(name, number, leaf), Box.whole(leaf.shape)
-                chunk = self.add_chunk("extra", 0, key, box, tensor)
-                stored[number] = Stored(leaf.dtype, leaf.shape, (chunk,))
+                stored[number] = self.add_whole("extra", 0, value_key(name, number, leaf), tensor)
         return Tree(node, stored)
 
 

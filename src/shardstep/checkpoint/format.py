@@ -417,7 +417,7 @@ class _Parser:
 
     def _chunk(self, data: Any, dtype: torch.dtype, shape: Sequence[int]) -> Chunk:
         file, key, offsets, sizes = data
-        self._require(file in self._files, "a tensor is in a file that the checkpoint does not list")
+        self._require(file in self._files, "a tensor is in a file that is not listed")
         self._require(
             isinstance(key, str) and is_counts(offsets) and is_sizes(sizes),
             "a chunk has no name, or impossible offsets or sizes",

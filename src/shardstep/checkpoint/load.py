@@ -348,14 +348,12 @@ class _Loading:
         """Copy the tensors that this rank has read, and broadcast them."""
         match = self.match
         with torch.no_grad():
-            for name, value in self.weights.items():
-                match.targets[name].copy_(value)
             for rank in range(match.comm.world_size):
-                share = [
-                    _physical(match.targets[name])
-                    for name in match.weights
-                    if match.owners[name] == rank
-                ]
+                if rank == match.comm.group_rank:
+                    for name, value in self.weights.items():
+                        match.targets[name].copy_(value)
+                owned = [name for name in match.weights if match.owners[name] == rank]
+                share = [_physical(match.targets[name]) for name in owned]
                 broadcast(match.comm, share, rank)
 
 

@@ -1,4 +1,4 @@
-"""`checkpoint.json`: the list of a checkpoint's files with their digests, and a digest of itself."""
+"""`checkpoint.json`: the list of a checkpoint's files with their digests, and its own digest."""
 
 from __future__ import annotations
 

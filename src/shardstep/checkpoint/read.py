@@ -28,8 +28,7 @@ Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
 """Returns a dense CPU tensor of this shape, stride and dtype, with any values."""
 
 
-def allocate_on_cpu(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return uninitialised memory."""
+def _on_cpu(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")
 
 
@@ -50,7 +49,7 @@ class Checkpoint:
             with tensors are checked by `verify`, and when they are read.
     """
 
-    def __init__(self, path: Path, allocate: Allocate = allocate_on_cpu) -> None:
+    def __init__(self, path: Path, allocate: Allocate = _on_cpu) -> None:
         self.path = path
         self._allocate = allocate
         self.manifest: Manifest = read_manifest(path)
@@ -152,7 +151,9 @@ class Checkpoint:
         def read(leaf: Leaf) -> torch.Tensor:
             nonlocal number
             number += 1
-            return self.read_leaf(tree, number, leaf) if read_leaf is None else read_leaf(number, leaf)
+            return (
+                self.read_leaf(tree, number, leaf) if read_leaf is None else read_leaf(number, leaf)
+            )
 
         return decode(tree.node, read, wrap=self._wrap)
 

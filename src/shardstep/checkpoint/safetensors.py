@@ -15,8 +15,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ from shardstep.state.limits import is_counts, is_sizes
 
 CHUNK_NBYTES = 16 * 2**20
 MAX_HEADER_NBYTES = 100 * 2**20
+THREAD_NBYTES = 2**20
+"""Smaller data is digested faster than a thread starts."""
 
 _NAMES = {
     torch.float64: "F64",
@@ -141,65 +143,35 @@ def write(
             f"{path} would have a header of {len(text):,} bytes, more than is read: {len(order):,} "
             "tensors are too many for one file"
         )
-    total = 0
-    with writing(path), open(path, "xb", buffering=0) as file, _Hasher() as hasher:
-
-        def put(data: memoryview | bytes) -> None:
-            # Hashing and writing both release the GIL, so they overlap.
-            hasher.begin(data)
-            written = 0
-            while written < len(data):
-                written += file.write(memoryview(data)[written:])
-            hasher.finish()
-
-        put(len(text).to_bytes(8, "little") + text)
-        total = 8 + len(text)
+    digest = hashlib.sha256()
+    with writing(path), open(path, "xb", buffering=0) as file:
+        data: memoryview = memoryview(len(text).to_bytes(8, "little") + text)
+        _write_and_digest(file, data, digest)
         for name in order:
             for chunk in _chunks(tensors[name]):
-                put(raw_bytes(chunk))
-                total += chunk.nbytes
+                _write_and_digest(file, raw_bytes(chunk), digest)
                 progress(chunk.nbytes)
         os.fsync(file.fileno())
-    return Digest(total, hasher.digest.hexdigest())
+    return Digest(8 + len(text) + end, digest.hexdigest())
 
 
-class _Hasher:
-    """A digest that a thread computes while the same data is written.
-
-    Not an executor of the standard library: executors refuse work at interpreter exit, and a
-    background save may outlive the main thread.
-
-    Attributes:
-        digest: the digest of all data that was finished.
-    """
-
-    def __init__(self) -> None:
-        self.digest = hashlib.sha256()
-        self._given: SimpleQueue[memoryview | bytes | None] = SimpleQueue()
-        self._finished: SimpleQueue[None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> _Hasher:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # On an error the caller frees the memory that the thread may be reading.
-        self._given.put(None)
-        self._thread.join()
-
-    def begin(self, data: memoryview | bytes) -> None:
-        """Start to digest `data`."""
-        self._given.put(data)
-
-    def finish(self) -> None:
-        """Wait until it is digested."""
-        self._finished.get()
-
-    def _run(self) -> None:
-        while (data := self._given.get()) is not None:
-            self.digest.update(data)
-            self._finished.put(None)
+def _write_and_digest(file: FileIO, data: memoryview, digest: hashlib._Hash) -> None:
+    """Write all of `data`, and digest it meanwhile: both release the GIL."""
+    # Not an executor: those refuse work at interpreter exit, and a background save may outlive
+    # the main thread.
+    hasher = threading.Thread(target=digest.update, args=(data,))
+    if len(data) > THREAD_NBYTES:
+        hasher.start()
+    else:
+        digest.update(data)
+    try:
+        written = 0
+        while written < len(data):
+            written += file.write(data[written:])
+    finally:
+        # Even on an error: the caller frees the memory.
+        if len(data) > THREAD_NBYTES:
+            hasher.join()
 
 
 def _chunks(tensor: Source) -> Iterator[torch.Tensor]:

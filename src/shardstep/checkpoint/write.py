@@ -188,8 +188,8 @@ class _OptimizerWriter:
         global_state = shards.global_state()
         if not all(isinstance(key, str) for key in global_state):
             raise TypeError(
-                f"the optimizer keeps state under {list(global_state)}; a checkpoint holds it under "
-                "parameters and names"
+                f"the optimizer keeps state under {list(global_state)}; a checkpoint holds it "
+                "under parameters and names"
             )
         return SavedOptimizer(
             class_name(self._optimizer),
@@ -234,7 +234,7 @@ class _OptimizerWriter:
     def _boxes(
         self, rank: int, param: int, number: int, divided: bool
     ) -> list[tuple[Box, torch.Tensor | None]]:
-        """Return the boxes that a rank holds of a tensor; with their elements, if it is this rank."""
+        """Return the boxes of a tensor that a rank holds; for this rank, with their elements."""
         spec, held = self._kept[param].spec, self._held[rank][param]
         mine = rank == self._shards.comm.group_rank
         tensor = self._tensors[param][number] if mine else None
@@ -290,9 +290,7 @@ def _add_model(files: FileLayout, model: torch.nn.Module) -> SavedModel:
     buffers = {unwrapped_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
     tensors = {}
     for name, rank in assign_owners(state.tensors, buffers, files.world_size).items():
-        tensor = state.tensors[name]
-        chunk = files.add_chunk("model", rank, name, Box.whole(tensor.shape), tensor)
-        tensors[name] = Stored(tensor.dtype, tuple(tensor.shape), (chunk,))
+        tensors[name] = files.add_whole("model", rank, name, state.tensors[name])
     return SavedModel(tensors, state.aliases, files.add_value("model", state.extra))
 
 

@@ -16,7 +16,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from shardstep.checkpoint.safetensors import Progress as Told
+from shardstep.checkpoint.files import Progress as Told
 
 
 class ByteProgress(AbstractContextManager["ByteProgress"]):

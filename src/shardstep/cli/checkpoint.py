@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 
 from shardstep import checkpoint as ckpt
-from shardstep.checkpoint.offline.export import parse_nbytes
 from shardstep.cli.bytes import ByteProgress
 from shardstep.cli.checkpoint_tables import listing_report, printable, size, summary_report
+from shardstep.cli.sizes import parse_nbytes
 
 app = typer.Typer(
     help="Look at checkpoints, check them, cut them anew, take them to other programs and back.",

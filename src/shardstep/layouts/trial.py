@@ -15,9 +15,9 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from shardstep.local.empty_groups import filled, stand_in
+from shardstep.local.empty_groups import empty_param, fill_empty_groups
 from shardstep.local.multi_class import extras
-from shardstep.local.train_eval import start_training, turn
+from shardstep.local.train_eval import set_mode, start_training
 from shardstep.params.inputs import check_optimizer
 from shardstep.params.same_bits import same_bits
 from shardstep.plan import ALIGNMENT, Interval
@@ -284,7 +284,7 @@ class Run:
         draws = _Draws(0, trial.device) if seeded else None
         try:
             self.opt = trial.make(groups)
-            with filled(self.opt, self._missing(0)):
+            with fill_empty_groups(self.opt, self._missing(0)):
                 self._has_modes = start_training(self.opt)
         except Exception as error:
             raise NotTried(error, made=False) from error
@@ -320,10 +320,10 @@ class Run:
         self._give_gradients(number)
         draws = _Draws(number, self._trial.device) if self._seeded else None
         try:
-            with filled(self.opt, self._missing(number)):
+            with fill_empty_groups(self.opt, self._missing(number)):
                 if number == TURN and self._has_modes:
-                    turn(self.opt, "eval")
-                    turn(self.opt, "train")
+                    set_mode(self.opt, "eval")
+                    set_mode(self.opt, "train")
                 if with_closure:
                     before += [param.detach().clone() for param in self.params]
                     self.opt.step(closure)  # type: ignore[arg-type]
@@ -354,7 +354,7 @@ class Run:
                 grads = [gradient(trial.shapes, trial.dtype, n, step) for n in tensors]
                 like = torch.nn.Parameter(start(trial, tensors[0]).to(trial.device))
                 has_gradient = any(grad is not None for grad in grads)
-                missing[number] = stand_in(like, trial.dtype, has_gradient)
+                missing[number] = empty_param(like, trial.dtype, has_gradient)
         return missing
 
     def _give_gradients(self, step: int) -> None:

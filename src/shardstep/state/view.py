@@ -120,6 +120,10 @@ class ShardView:
         """Create masters for those of `params` that may have one and are about to get state."""
         self._optimizer._widen(params)
 
+    def mark_begun(self, params: Iterable[int]) -> None:
+        """Record that `params` have state, so that none of them counts as new."""
+        self._optimizer._begun |= set(params)
+
     def run_state_dict_hooks(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return `make()`, passed through the user's state dict hooks."""
         return self._optimizer._run_state_dict_hooks(make)

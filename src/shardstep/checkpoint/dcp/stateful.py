@@ -16,39 +16,33 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardstep.checkpoint.dcp.portable import Reading, holds, portable
 from shardstep.checkpoint.dcp.stand_in import StandIn
-from shardstep.checkpoint.names import tensors_of
-from shardstep.comm import Comm
+from shardstep.checkpoint.inputs import named_params
+from shardstep.comm import Comm, all_gather_json
 from shardstep.comm.consensus import check_same_on_all_ranks
-from shardstep.local.multi_class import extras
+from shardstep.local.multi_class import extras, optimizer_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Interval
 from shardstep.state.exchange import Kept, survey
+from shardstep.state.missing_state import warn_of_missing_state
 from shardstep.state.named_dict import numbered
+from shardstep.state.torch_dict import OURS, install
 from shardstep.state.tree import Leaf, Node, decode, encode, leaves
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
 
-_DCP = "torch.distributed.checkpoint"
-
 
 class Sharded:
     """A `ZeroRedundancyOptimizer` as a `Stateful`, to be saved and loaded as it lies.
-
-    `torch.distributed.checkpoint.save({"optim": optimizer}, ...)` does the same: the optimizer
-    notices who asks for its state dict. Wrap it where something else asks, such as a `Stateful` of
-    your own that calls `state_dict()` of its parts.
 
     That module writes and reads its metadata, and whatever is not a tensor, with pickle: load only
     files that you trust, or use `shardstep.checkpoint`, which does without.
@@ -68,6 +62,9 @@ class Sharded:
 
     Args:
         optimizer: the optimizer.
+        param_names: whether groups also list `param_names`. A plain optimizer that was made with
+            names can load only a checkpoint that has them. Leave it out for loading: a checkpoint
+            without them could not be loaded then.
 
     Example:
         >>> import torch.distributed.checkpoint as dcp
@@ -75,58 +72,47 @@ class Sharded:
         >>> dcp.save(parts, checkpoint_id=folder)  # doctest: +SKIP
     """
 
-    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+    def __init__(self, optimizer: ZeroRedundancyOptimizer, *, param_names: bool = False) -> None:
         self._optimizer = optimizer
+        self._param_names = param_names
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state. Called on every rank."""
-        return self._optimizer._state_dict(sharded=True)
+        return self._optimizer.shards.run_state_dict_hooks(
+            lambda: sharded_state(self._optimizer, self._param_names)
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what was read into `state_dict()`, or any full state dict.
 
         Called on every rank.
         """
-        self._optimizer.load_state_dict(state_dict)
+        if is_sharded(state_dict):
+            self._optimizer.shards.run_load_hooks(state_dict, self._install)
+        else:
+            self._optimizer.load_state_dict(state_dict)
 
-
-def asked_by_dcp() -> bool:
-    """Whether the method that calls this was itself called by `torch.distributed.checkpoint`.
-
-    A user who calls `state_dict()` on a rank without the consolidated state is to be told to
-    consolidate; the checkpoint module, which calls the same method on every rank, can use each
-    rank's part. It has no other way to say so.
-    """
-    return _module_of(sys._getframe(2)).startswith(_DCP)
-
-
-def _loading() -> bool:
-    """Whether this is called, directly or not, by `torch.distributed.checkpoint.load`."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _module_of(frame) == f"{_DCP}.state_dict_loader":
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def refuse_initialisation() -> None:
-    """Raise if the property that calls this is read to see whether a step has to be taken.
-
-    `get_optimizer_state_dict` and its like take a step with zero gradients wherever they find no
-    state: with a divided optimizer that may be on some ranks only, which would wait forever.
-    """
-    if _module_of(sys._getframe(2)) == f"{_DCP}.state_dict":
-        raise RuntimeError(
-            "torch.distributed.checkpoint.state_dict cannot read or set the state of a "
-            "ZeroRedundancyOptimizer: give the optimizer itself to torch.distributed.checkpoint."
-            "save and load, as in dcp.save({'model': model, 'optim': optimizer}, ...); a full dict "
-            "that get_optimizer_state_dict made elsewhere goes to optimizer.load_state_dict()"
+    def _install(self, state_dict: dict[str, Any]) -> None:
+        """Give the local optimizer what was read. Called on every rank."""
+        shards = self._optimizer.shards
+        plan, group_rank = shards.plan, shards.comm.group_rank
+        taken = read_sharded(self._optimizer, state_dict)
+        shards.mark_begun(taken.present)
+        held = sorted(plan.intervals(group_rank))
+        install(
+            shards.optim,
+            held,
+            taken.states,
+            taken.loose,
+            taken.groups,
+            plan.specs,
+            beside={key: value for key, value in state_dict.items() if key not in OURS},
+            wide=held,  # it was read into what is here, which has the same policy
         )
+        shards.set_masters(taken.masters)
+        shards.rounding_step = state_dict.get("rounding_step", shards.rounding_step)
+        shards.publish_options()
+        warn_of_missing_state(shards.rehearse, plan, group_rank, taken.present)
 
 
 class ShardedDict(dict[str, Any]):
@@ -170,7 +156,7 @@ class _Survey:
     loose: dict[Any, _Loose]
 
 
-def sharded_state(optimizer: ZeroRedundancyOptimizer) -> ShardedDict:
+def sharded_state(optimizer: ZeroRedundancyOptimizer, param_names: bool) -> ShardedDict:
     """This rank's part of the state, for `torch.distributed.checkpoint`.
 
     Called on every rank.
@@ -179,14 +165,13 @@ def sharded_state(optimizer: ZeroRedundancyOptimizer) -> ShardedDict:
         RuntimeError: on every rank, if the state cannot be described.
         TypeError: on every rank, for DTensor parameters.
     """
-    refuse_dtensors(tensors_of(optimizer), NO_OFFSETS)
-    optimizer._local.push_options()
-    optimizer._local.publish_options()
+    refuse_dtensors(named_params(optimizer), NO_OFFSETS)
+    optimizer.shards.sync_options()
     names = _names(optimizer)
     held = optimizer.plan.intervals(optimizer.rank)
     found = _survey(optimizer)
     state: dict[str, Any] = {
-        names[index]: _lay_out(form, optimizer._params[index], held.get(index))
+        names[index]: _lay_out(form, optimizer.shards.params[index], held.get(index))
         for index, form in sorted(found.params.items())
     }
     for key, form in found.loose.items():
@@ -194,7 +179,6 @@ def sharded_state(optimizer: ZeroRedundancyOptimizer) -> ShardedDict:
             raise RuntimeError(f"state {key!r}, of no parameter, has the name of a parameter")
         state[str(key)] = _lay_out_loose(form, f"state {key!r}, of no parameter")
     groups: list[dict[str, Any]] = []
-    have_names = any(name != f"param {index}" for index, name in enumerate(names))
     start = 0
     for group in optimizer.param_groups:
         stop = start + len(group["params"])
@@ -204,9 +188,7 @@ def sharded_state(optimizer: ZeroRedundancyOptimizer) -> ShardedDict:
             if key not in ("params", "param_names")
         }
         groups.append({**options, "params": names[start:stop]})
-        if have_names and not _loading():
-            # Wanted by an optimizer on torch's side that has them, and not there to be read if the
-            # one that saved had none.
+        if param_names:
             groups[-1]["param_names"] = names[start:stop]
         start = stop
     return ShardedDict(state=state, param_groups=groups, **_beside_state(optimizer, names))
@@ -216,11 +198,12 @@ def _beside_state(optimizer: ZeroRedundancyOptimizer, names: Sequence[str]) -> d
     """What the class keeps beside its state, masters by name, and what rounding has to know."""
     beside: dict[str, Any] = copy.deepcopy(extras(optimizer.optim))
     held = optimizer.plan.intervals(optimizer.rank)
-    mine = optimizer._masters()
+    mine = optimizer.shards.masters()
     masters = {}
-    for index in sorted(optimizer._widened) if not optimizer._precision.stochastic_rounding else ():
-        spec, dtype = optimizer.plan.specs[index], optimizer._precision.step_dtype
-        device = optimizer._params[index].device
+    rounds = optimizer.shards.precision.stochastic_rounding
+    for index in () if rounds else sorted(optimizer.shards.widened):
+        spec, dtype = optimizer.plan.specs[index], optimizer.shards.precision.step_dtype
+        device = optimizer.shards.params[index].device
         what = f"the master of parameter {spec.name!r}"
         master = StandIn(what, spec.shape, dtype(spec.dtype), device, started=True)
         if index in mine:
@@ -229,8 +212,8 @@ def _beside_state(optimizer: ZeroRedundancyOptimizer, names: Sequence[str]) -> d
         masters[names[index]] = master
     if masters:
         beside["masters"] = masters
-    if optimizer._precision.stochastic_rounding:
-        beside["rounding_step"] = optimizer._rounding.step
+    if rounds:
+        beside["rounding_step"] = optimizer.shards.rounding_step
     return beside
 
 
@@ -265,7 +248,7 @@ def read_sharded(optimizer: ZeroRedundancyOptimizer, state_dict: Mapping[str, An
     Raises:
         ValueError: on every rank, if it does not fit.
     """
-    refuse_dtensors(tensors_of(optimizer), NO_OFFSETS)
+    refuse_dtensors(named_params(optimizer), NO_OFFSETS)
     survey = _survey(optimizer)
 
     def make() -> tuple[Share, list[str]]:
@@ -288,20 +271,20 @@ def read_sharded(optimizer: ZeroRedundancyOptimizer, state_dict: Mapping[str, An
             value = Reading(f"state {key!r}").read(loose.node, read.get(str(key)))
             if value is not None:
                 share.loose[key] = value
-        for index in sorted(optimizer._masters()):
+        for index in sorted(optimizer.shards.masters()):
             master = state_dict.get("masters", {}).get(names[index])
             part = master.hand_over() if isinstance(master, StandIn) else None
             if part is not None:
                 share.masters[index] = part
         return share, []
 
-    return check_same_on_all_ranks(optimizer._comm, "loading a sharded state dict", make)
+    return check_same_on_all_ranks(optimizer.shards.comm, "loading a sharded state dict", make)
 
 
 def _names(optimizer: ZeroRedundancyOptimizer) -> list[str]:
     """What the parameters are called, whatever wrapper the model is in."""
     given = [spec.name for spec in optimizer.plan.specs]
-    names = strip_wrapper_prefixes(given, ddp=optimizer._module is None)
+    names = strip_wrapper_prefixes(given, ddp=not optimizer.shards.names_are_of_module)
     if len(set(names)) == len(names):
         return names
     # Two models that are trained together: only the places of their parameters tell them apart.
@@ -310,7 +293,7 @@ def _names(optimizer: ZeroRedundancyOptimizer) -> list[str]:
 
 def _survey(optimizer: ZeroRedundancyOptimizer) -> _Survey:
     """What the ranks keep of each parameter, or would after a step. Called on every rank."""
-    comm, plan, local = optimizer._comm, optimizer.plan, optimizer._local
+    comm, plan, local = optimizer.shards.comm, optimizer.plan, optimizer.shards
     held = [plan.intervals(rank) for rank in range(plan.world_size)]
     states = {index: state for index, state in local.states().items() if state}
     kept, tensors = survey(comm, plan.specs, held, states)
@@ -324,13 +307,12 @@ def _survey(optimizer: ZeroRedundancyOptimizer) -> _Survey:
             rehearsed, expected = local.rehearse(lacking)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        said = comm.all_gather_bytes(json.dumps(failure).encode())
-        failures = {rank: each for rank, text in enumerate(said) if (each := json.loads(text))}
+        failures = {rank: why for rank, why in enumerate(all_gather_json(comm, failure)) if why}
         if failures and not forms:
             rank, failure = next(iter(failures.items()))
             raise RuntimeError(
                 f"rank {comm.group_rank}: this optimizer has no state yet, and which state it will "
-                f"have cannot be found out: a step of {type(optimizer.optim).__name__} on copies "
+                f"have cannot be found out: a step of {optimizer_name(optimizer.optim)} on copies "
                 f"with zero gradients failed on rank {rank} ({failure}); take one step first, or "
                 "load a full state dict with optimizer.load_state_dict()"
             )
