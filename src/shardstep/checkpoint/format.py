@@ -129,27 +129,27 @@ class Contents:
     extra: Tree | None = None
     made_by: dict[str, Any] = field(default_factory=dict)
 
-    def trees(self) -> Iterator[tuple[str, Tree]]:
-        """Yield every nested value, with a description for messages."""
+    def trees(self) -> Iterator[tuple[str, str, Tree]]:
+        """Yield the kind of every nested value, its owner as in " of 'weight'", and the value."""
         if self.optimizer is not None:
             for param in self.optimizer.params:
                 if param.state is not None:
-                    yield f"the state of parameter {param.name!r}", param.state
+                    yield "optimizer state", f" of {param.name!r}", param.state
             for number, (_, options) in enumerate(self.optimizer.groups):
-                yield f"group {number}", options
-            yield "the optimizer's state", self.optimizer.global_state
-            yield "the optimizer's extra entries", self.optimizer.extra_entries
+                yield "option", f" of group {number}", options
+            yield "optimizer state", "", self.optimizer.global_state
+            yield "optimizer state", "", self.optimizer.extra_entries
         if self.model is not None:
-            yield "the model's extra state", self.model.extra_state
+            yield "model state", "", self.model.extra_state
         if self.extra is not None:
-            yield "extra", self.extra
+            yield "extra", "", self.extra
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
         """Yield every tensor in files, with a description for messages."""
-        for what, tree in self.trees():
+        for kind, owner, tree in self.trees():
             paths = [leaf.path for leaf in leaves(tree.node)]
             for number, stored in tree.stored.items():
-                yield f"tensor {paths[number]!r} of {what}", stored
+                yield f"{kind} {paths[number]!r}{owner}", stored
         for name, stored in self.model.tensors.items() if self.model is not None else ():
             yield f"model tensor {name!r}", stored
 

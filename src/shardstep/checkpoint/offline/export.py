@@ -120,12 +120,12 @@ def _check_torch(checkpoint: Checkpoint, part: Part, named: bool) -> None:
         saved_model(checkpoint)
     elif part == "optimizer" or checkpoint.contents.optimizer is not None:
         saved_optimizer(checkpoint, named=named)
-    for what, tree in _only(checkpoint.contents, part).trees():
+    for kind, owner, tree in _only(checkpoint.contents, part).trees():
         value = decode(tree.node, lambda leaf: torch.empty(0), wrap=lambda *described: None)
         for place, leaf in pytree.tree_leaves_with_path(value, lambda v: isinstance(v, deque)):
             if isinstance(leaf, deque):
                 raise CheckpointError(
-                    f"{checkpoint.path}: {what} has a deque"
+                    f"{checkpoint.path}: {kind}{owner} has a deque"
                     f"{place and f' at {pytree.keystr(place)}'}, which torch.load(..., "
                     "weights_only=True) does not read; export the other parts alone, or take it "
                     "out of checkpoint.load() or checkpoint.state_dict()"
