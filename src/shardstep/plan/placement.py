@@ -1,20 +1,20 @@
-"""Where each parameter lies: forming buckets, and placing them `sliced` or `whole`.
+"""The placement of parameters in buckets, `sliced` or `whole`.
 
-Parameters of one dtype, device and layout are laid into buckets in the order the optimizer was
-given them. A bucket is then cut into one segment per rank:
+Parameters of one dtype, device and layout fill buckets in the order the optimizer was given them. A
+bucket is then cut into one segment per rank:
 
-- `sliced` cuts it evenly, wherever the cuts fall. No rank holds more than the mean by as much as
-  one alignment unit per bucket; the last ranks may hold less.
-- `whole` first deals every parameter to a rank, the largest first and each to the rank that has
-  least, over all buckets together; a bucket then holds rank 0's parameters, rank 1's and so on,
-  and is cut between them. Segments differ in length and no room is lost to padding. What a rank
-  has is the larger of two fractions: of the bytes, and of the cost of a step.
+- `sliced` cuts it evenly, wherever the cuts fall. No rank exceeds the mean by more than one
+  alignment unit per bucket; the last ranks may hold less.
+- `whole` first deals every parameter to a rank, over all buckets together: the largest first, each
+  to the rank with the smallest load. A bucket then holds rank 0's parameters, rank 1's and so on,
+  and is cut between them. Segments differ in length, without padding. A rank's load is the larger
+  of two fractions: of all bytes, and of the cost of all steps.
 
-Buckets come in the order of their first parameters, those of both layouts among each other: the
-gradients of a bucket are complete in backward when that of its first parameter is there.
+Buckets of both layouts are ordered by their first parameters: in backward, the gradient of that
+parameter completes the bucket.
 
-Frozen parameters are dealt the same way but into buckets of their own, which are never
-communicated and do not count in the balance: somebody has to keep the state they may have.
+Frozen parameters are placed in the same way in separate buckets. These are never communicated and
+do not count in the balance; they only say which rank keeps the state.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ rounding a cut up to the next unit costs less than one percent at any world size
 
 
 def aligned(numel: int) -> int:
-    """`numel` rounded up to whole alignment units; at least one, so that even an empty parameter
-    lies in exactly one rank's segment."""
+    """Round `numel` up to alignment units, and to at least one.
+
+    Even an empty parameter lies in exactly one rank's segment.
+    """
     return max(1, -(-numel // ALIGNMENT)) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one whole parameter lies in its bucket."""
+    """The place of a parameter in its bucket."""
 
     param: int
     bucket_offset: int
@@ -58,7 +60,7 @@ class Slot:
 
     @property
     def footprint(self) -> Interval:
-        """The stretch of the bucket it occupies, padding up to the next unit included."""
+        """The part of the bucket that it occupies, padding up to the next unit included."""
         return Interval(self.bucket_offset, self.bucket_offset + aligned(self.numel))
 
 
@@ -75,7 +77,7 @@ class Piece:
 
     @property
     def bucket_interval(self) -> Interval:
-        """Where the piece lies in its bucket."""
+        """The part of the bucket that it occupies."""
         return Interval(self.bucket_offset, self.bucket_offset + self.param_interval.numel)
 
 
@@ -84,12 +86,12 @@ class Bucket:
     """One flat buffer of one dtype on one device, cut into a segment per rank.
 
     Attributes:
-        index: its place in the plan, which is also the order in which buckets are communicated.
+        index: its place in the plan and in the order of communication.
         dtype: of all its parameters.
         device: as in `ParamSpec.device`.
         slots: its parameters, by ascending offset.
         cuts: `world_size + 1` ascending bucket offsets; a `range` when they are even.
-        frozen: whether it holds parameters that do not train and are not communicated.
+        frozen: whether its parameters are frozen, and not communicated.
     """
 
     index: int
@@ -101,12 +103,12 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Length of the buffer, padding included."""
+        """The length of the buffer, padding included."""
         return self.cuts[-1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer, padding included."""
+        """The bytes of the buffer, padding included."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -115,11 +117,11 @@ class Bucket:
         return isinstance(self.cuts, range)
 
     def segment(self, group_rank: int) -> Interval:
-        """The stretch of the buffer that `group_rank` owns."""
+        """Return the part of the buffer that `group_rank` owns."""
         return Interval(self.cuts[group_rank], self.cuts[group_rank + 1])
 
     def pieces(self, group_rank: int) -> Iterator[Piece]:
-        """The parts of parameters that lie in `group_rank`'s segment, by ascending offset."""
+        """Yield the parts of parameters in `group_rank`'s segment, by ascending offset."""
         segment = self.segment(group_rank)
         if segment.numel == 0:
             return
@@ -128,7 +130,7 @@ class Bucket:
             if slot.bucket_offset >= segment.stop:
                 return
             held = Interval(slot.bucket_offset, slot.bucket_offset + slot.numel).intersect(segment)
-            # Behind the parameter's last element there may be padding that the next rank owns.
+            # The next rank may own nothing of the parameter but the padding behind it.
             if held.numel or not slot.numel:
                 yield Piece(
                     param=slot.param,
@@ -153,7 +155,7 @@ class _Draft:
 
 
 def _form(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> list[_Draft]:
-    """Gather parameters into buckets in the order given, closing a bucket once it is full."""
+    """Collect parameters into buckets in the order given. A full bucket is closed."""
     drafts: list[_Draft] = []
     open_drafts: dict[tuple[torch.dtype, str, bool, Layout], _Draft] = {}
     floor = world_size * ALIGNMENT * MIN_SEGMENT_UNITS
@@ -172,38 +174,32 @@ def _form(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> lis
 
 
 def _lay(specs: Sequence[ParamSpec], params: Sequence[int], start: int = 0) -> Iterator[Slot]:
-    """Lay parameters back to back, each from the next alignment unit on."""
+    """Place parameters back to back, each at the next alignment unit."""
     for param in params:
         yield Slot(param, start, specs[param].numel)
         start += aligned(specs[param].numel)
 
 
 def place(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Lay the parameters into buckets and cut these, each parameter in its own layout."""
+    """Place the parameters in buckets and cut these, each parameter in its own layout."""
     owner = _deal(specs, world_size)
     buckets = []
     for index, draft in enumerate(_form(specs, world_size, bucket_bytes)):
+        slots: tuple[Slot, ...]
+        cuts: Sequence[int]
         if draft.layout == "sliced":
-            slots, cuts = _cut_evenly(specs, draft, world_size)
+            step = aligned(-(-draft.numel // world_size))
+            slots, cuts = tuple(_lay(specs, draft.params)), range(0, step * world_size + 1, step)
         else:
             slots, cuts = _cut_between(specs, draft, world_size, owner)
         buckets.append(Bucket(index, draft.dtype, draft.device, slots, cuts, draft.frozen))
     return tuple(buckets)
 
 
-def _cut_evenly(
-    specs: Sequence[ParamSpec], draft: _Draft, world_size: int
-) -> tuple[tuple[Slot, ...], Sequence[int]]:
-    """Cuts at equal distances, through parameters where they fall so."""
-    segment_numel = aligned(-(-draft.numel // world_size))
-    cuts = range(0, segment_numel * world_size + 1, segment_numel)
-    return tuple(_lay(specs, draft.params)), cuts
-
-
 def _cut_between(
     specs: Sequence[ParamSpec], draft: _Draft, world_size: int, owner: dict[int, int]
 ) -> tuple[tuple[Slot, ...], Sequence[int]]:
-    """Each rank's parameters side by side, and cuts between these."""
+    """Place each rank's parameters together, and cut between the ranks."""
     held: list[list[int]] = [[] for _ in range(world_size)]
     for param in draft.params:
         held[owner[param]].append(param)
@@ -216,15 +212,15 @@ def _cut_between(
 
 
 def _deal(specs: Sequence[ParamSpec], world_size: int) -> dict[int, int]:
-    """The rank of each parameter that is not cut.
+    """Return the owner of each parameter that is not cut.
 
-    The largest come first, each goes to the rank that has least with it. Large is what takes a
-    large fraction of all bytes or of the whole cost, whichever is larger, and so is what a rank
-    has. Then in bytes and in cost alike no rank has more than twice the mean and one parameter; and
-    no more than the mean and one parameter where the cost goes by the bytes.
+    The largest come first, and each goes to the rank with the smallest load. Size and load are the
+    larger of two fractions, of all bytes and of the whole cost. So no rank has more than twice the
+    mean and one parameter, in bytes or in cost. If the cost is proportional to the bytes, no rank
+    has more than the mean and one parameter.
 
-    Trainable and frozen parameters are dealt as two separate hands, so that how much is frozen has
-    no say in how the training work is balanced.
+    Trainable and frozen parameters are dealt separately. Frozen ones do not alter the balance of
+    the training work.
     """
     owner: dict[int, int] = {}
     for trainable in (True, False):
@@ -240,7 +236,7 @@ def _deal(specs: Sequence[ParamSpec], world_size: int) -> dict[int, int]:
         weights = {
             index: (specs[index].nbytes * all_cost, costs[index] * all_bytes) for index in hand
         }
-        # Ties go to the parameter that came first and to the lowest rank: every rank deals alike.
+        # Ties go to the first parameter and to the lowest rank, so that all ranks agree.
         hand.sort(key=lambda index: (-max(weights[index]), -sum(weights[index]), index))
         loads = [(0, group_rank, (0, 0)) for group_rank in range(world_size)]
         for index in hand:
@@ -249,13 +245,13 @@ def _deal(specs: Sequence[ParamSpec], world_size: int) -> dict[int, int]:
 
 
 def _give(loads: list[tuple[int, int, tuple[int, int]]], weight: tuple[int, int]) -> int:
-    """Add `weight` to the rank that has least with it; says which it is.
+    """Add `weight` to the rank with the smallest load, and return that rank.
 
     `loads` is a heap of (the larger of a rank's two fractions, rank, its two fractions).
     """
     best: tuple[int, int, int] | None = None
     looked_at: list[tuple[int, int, tuple[int, int]]] = []
-    # Both fractions grow by the smaller weight at least: most ranks need not be looked at.
+    # Both fractions grow at least by the smaller weight, so most ranks need no look.
     while loads and (best is None or loads[0][0] + min(weight) < best[0]):
         looked_at.append(heapq.heappop(loads))
         _, group_rank, load = looked_at[-1]
