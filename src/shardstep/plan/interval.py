@@ -18,7 +18,7 @@ class Interval(NamedTuple):
 
     @property
     def slice(self) -> slice:
-        """The same positions as a slice of a flat tensor."""
+        """The slice that selects these positions in a flat tensor."""
         return slice(self.start, self.stop)
 
     def intersect(self, other: Interval) -> Interval:
@@ -27,5 +27,5 @@ class Interval(NamedTuple):
         return Interval(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, offset: int) -> Interval:
-        """Return the interval moved by `offset` positions."""
+        """Return the same interval, moved by `offset` positions."""
         return Interval(self.start + offset, self.stop + offset)

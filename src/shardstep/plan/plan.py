@@ -1,4 +1,4 @@
-"""The plan of a run: the owner of every element, the same on every rank."""
+"""The plan: the owner of every element, equal on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_BUCKET_BYTES = 25 * 2**20
 def default_bucket_bytes(specs: Sequence[ParamSpec]) -> int:
     """Return a sixteenth of the trainable bytes, within bounds.
 
-    There are enough buckets to overlap, and each is large enough to be worth a collective.
+    That makes enough buckets to overlap one with another, each large enough for a collective.
     """
     trainable = sum(spec.nbytes for spec in specs if spec.trainable)
     return min(max(trainable // 16, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
@@ -29,10 +29,11 @@ def default_bucket_bytes(specs: Sequence[ParamSpec]) -> int:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The place of every parameter in the buckets, and the owner of every element.
+    """The position of every parameter in the buckets, and every rank's share of them.
 
-    A plan holds no tensor and knows no process group: it can be made for 4,096 ranks on a laptop.
-    `ShardPlan.make` makes one. The constructor checks that every element has exactly one owner.
+    A plan is integers only, without tensors or a process group. A laptop can make one for 4,096
+    ranks. Make one with `ShardPlan.make`. The constructor checks that every element of every
+    parameter has exactly one owner.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -52,8 +53,8 @@ class ShardPlan:
         Args:
             specs: the parameters.
             world_size: the number of ranks.
-            layout: the layout of all parameters; if None, each has that of its spec.
-            bucket_bytes: a bucket of this size is full; None for `default_bucket_bytes`.
+            layout: the layout of all parameters; None takes the layout of each spec.
+            bucket_bytes: a bucket is full at this size; None for the default size.
 
         Example:
             >>> plan = ShardPlan.make([ParamSpec.of("weight", (1000, 300))], world_size=4)
@@ -94,8 +95,8 @@ class ShardPlan:
                 _require(slot.bucket_offset >= end, f"{spec} overlaps the parameter before it")
                 end = slot.footprint.stop
                 _require(end <= bucket.numel, f"{where} is too short for its parameters")
-                fits = (spec.dtype, spec.device) == (bucket.dtype, bucket.device)
-                _require(fits, f"{spec} lies in a {bucket.dtype} bucket on {bucket.device}")
+                alike = (spec.dtype, spec.device) == (bucket.dtype, bucket.device)
+                _require(alike, f"{spec} lies in a {bucket.dtype} bucket on {bucket.device}")
                 _require(spec.trainable is not bucket.frozen, f"{spec} lies in the wrong bucket")
                 if spec.layout == "whole":
                     owner = bisect_right(bucket.cuts, slot.bucket_offset) - 1
@@ -104,12 +105,12 @@ class ShardPlan:
         _require(not missing, f"{missing[0] if missing else None} is placed nowhere")
 
     def pieces(self, group_rank: int) -> Iterator[Piece]:
-        """Yield what `group_rank` owns, frozen parameters included, bucket by bucket."""
+        """Yield the pieces of `group_rank`, frozen parameters included, bucket by bucket."""
         for bucket in self.buckets:
             yield from bucket.pieces(group_rank)
 
     def intervals(self, group_rank: int) -> dict[int, Interval]:
-        """Return the elements that `group_rank` owns, by parameter."""
+        """Return the elements that `group_rank` owns, by parameter; other parameters are absent."""
         return {piece.param: piece.param_interval for piece in self.pieces(group_rank)}
 
     def numel(self, group_rank: int) -> int:
@@ -122,7 +123,7 @@ class ShardPlan:
 
     @cached_property
     def layout(self) -> str:
-        """The layout of the parameters, `"mixed"` if they have several."""
+        """The layout of all parameters; `"mixed"` if they differ."""
         found = {spec.layout for spec in self.specs}
         return found.pop() if len(found) == 1 else "mixed" if found else "sliced"
 
@@ -133,7 +134,7 @@ class ShardPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest that is equal on two ranks if and only if their plans are."""
+        """A digest that is equal on two ranks exactly if their plans are equal."""
         digest = hashlib.sha256(f"{self.layout} over {self.world_size}\n".encode())
         for spec in self.specs:
             digest.update(f"{spec} {spec.stride} {spec.cost}\n".encode())

@@ -1,4 +1,4 @@
-"""The description of a parameter that a plan is made from: integers, names and a dtype."""
+"""The planner's description of a parameter: integers, names and a dtype, no tensor."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Layout = Literal["sliced", "whole"]
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter, in words that are the same on every rank.
+    """A description of one parameter, equal on every rank.
 
     Attributes:
-        name: the user's name for it, or `"param 3"` by its place in the optimizer.
+        name: the user's name for it, or `"param 3"` by its position in the optimizer.
         shape: its logical shape.
-        stride: its strides. Elements are planned in memory order, so two ranks with different
-            memory formats would exchange garbage.
+        stride: its strides. Plans number elements in memory order. Two ranks with different memory
+            formats of one parameter would exchange garbage.
         dtype: its dtype.
-        device: device type and ordinal of first appearance, such as `"cuda#1"`. The device index
-            itself differs between ranks.
-        group: index of the parameter group it belongs to.
-        trainable: whether it is balanced and communicated.
+        device: device type and ordinal of first appearance, such as `"cuda#1"`. Ranks use different
+            device indices for the same role, so the index itself cannot be compared.
+        group: index of its parameter group.
+        trainable: True if it takes part in the balance and in communication.
         layout: `"sliced"` if it may be cut anywhere, `"whole"` if it may not be cut.
-        cost: operations of a step on all of it, to balance parameters that are not cut. If 0, its
-            bytes count instead.
+        cost: cost of a step on all of it, for example in operations; balances `whole` parameters.
+            0 if unknown; its bytes count then.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ParamSpec:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes."""
+        """The bytes of its elements."""
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class ParamSpec:
 
     @staticmethod
     def of(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> ParamSpec:
-        """Describe a contiguous, trainable parameter of group 0 on the CPU."""
+        """Return a contiguous, trainable parameter of group 0 on the CPU, for plans on paper."""
         return ParamSpec(name, shape, contiguous(shape), dtype, "cpu#0", 0)
 
 

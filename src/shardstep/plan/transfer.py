@@ -1,4 +1,4 @@
-"""The copies that lead from one placement to another."""
+"""The copies of elements that turn one placement into another."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from shardstep.plan.interval import Interval
 
 Holding = Mapping[int, Interval]
-"""The elements that one rank holds of each parameter."""
+"""The elements that one rank holds, by parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements of a parameter that go from one rank to another, or stay on one."""
+    """A move of elements of one parameter from one rank to another, which may be the same rank."""
 
     param: int
     param_interval: Interval
@@ -22,11 +22,11 @@ class Copy:
 
 
 def transfers(held: Sequence[Holding], wanted: Sequence[Holding]) -> Iterator[Copy]:
-    """Yield the copies that give every rank what it wants from what the ranks hold.
+    """Yield the copies that give every rank the elements it wants.
 
     Both sequences are indexed by group rank. Copies are ordered by source, then target, then
-    parameter, so that blocking sends and receives cannot wait for each other in a circle. Elements
-    that several ranks hold come from the lowest of them.
+    parameter. In this order blocking sends and receives cannot deadlock. If several ranks hold an
+    element, the lowest of them sends it.
     """
     owners: dict[int, list[tuple[Interval, int]]] = {}
     for source, holding in enumerate(held):
