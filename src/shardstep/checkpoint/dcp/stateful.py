@@ -22,7 +22,7 @@ import torch
 from shardstep.checkpoint.dcp.placeholder import Placeholder
 from shardstep.checkpoint.dcp.portable import contains, from_portable, to_portable
 from shardstep.checkpoint.dcp.survey import GlobalState, ParamState, survey_state
-from shardstep.checkpoint.names import tensors_of
+from shardstep.checkpoint.inputs import named_params
 from shardstep.comm.consensus import check_same_on_all_ranks
 from shardstep.local.multi_class import extras
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
@@ -127,7 +127,7 @@ class _ShardedDict(dict[str, Any]):
 
 def _make_sharded_dict(optimizer: ZeroRedundancyOptimizer, param_names: bool) -> _ShardedDict:
     """Return this rank's part of the state. Called on every rank."""
-    refuse_dtensors(tensors_of(optimizer), NO_OFFSETS)
+    refuse_dtensors(named_params(optimizer), NO_OFFSETS)
     shards = optimizer.shards
     shards.sync_options()
     names = _names(optimizer)
@@ -253,7 +253,7 @@ class _Share(NamedTuple):
 
 def _read_share(optimizer: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> _Share:
     """Return this rank's share of what was read. Called on every rank; changes nothing."""
-    refuse_dtensors(tensors_of(optimizer), NO_OFFSETS)
+    refuse_dtensors(named_params(optimizer), NO_OFFSETS)
     shards = optimizer.shards
     params, global_state = survey_state(shards)
 
