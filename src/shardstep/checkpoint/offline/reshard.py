@@ -31,7 +31,7 @@ from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.safetensors import Stages, Streamed, no_stages
 from shardstep.checkpoint.write import Job, write_out
 from shardstep.comm import SoloComm
-from shardstep.layouts.choose import ELEMENT_WISE
+from shardstep.layouts.known_classes import ELEMENT_WISE
 from shardstep.local.multi_class import full_name
 from shardstep.plan import Box, Layout, ParamSpec, ShardPlan, boxes, contiguous
 from shardstep.state.tree import leaves
