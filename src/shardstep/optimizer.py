@@ -915,7 +915,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._shard.wide_nbytes,
             self._gradients.nbytes,
             self._precision if self._reducer is not None else None,
-            self._comm.relaying,
         )
 
     def detach(self) -> None:

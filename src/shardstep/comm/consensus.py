@@ -8,11 +8,10 @@ are compared on every rank, and every rank raises if they differ or if any rank 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from shardstep.comm import Comm
+from shardstep.comm.api import Comm, all_gather_json
 
 T = TypeVar("T")
 J = TypeVar("J")
@@ -46,8 +45,7 @@ def check_same_on_all_ranks(
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     if len(set(run_on_all_ranks(comm, what, describe))) > 1:
-        texts = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(lines).encode())]
-        raise ValueError(_difference(what, texts))
+        raise ValueError(_difference(what, all_gather_json(comm, lines)))
     return made[0]
 
 
@@ -72,7 +70,7 @@ def run_on_all_ranks(comm: Comm, what: str, act: Callable[[], J]) -> list[J]:
         error = raised
         mine = [False, f"{type(error).__name__}: {error}"]
     try:
-        answers = [json.loads(said) for said in comm.all_gather_bytes(json.dumps(mine).encode())]
+        answers = all_gather_json(comm, mine)
     except RuntimeError as lost:
         raise RuntimeError(f"{lost} (note: {what} has to be done on every rank)") from (
             error or lost

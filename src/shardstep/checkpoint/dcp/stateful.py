@@ -25,7 +25,7 @@ import torch
 from shardstep.checkpoint.dcp.portable import Reading, holds, portable
 from shardstep.checkpoint.dcp.stand_in import StandIn
 from shardstep.checkpoint.names import tensors_of
-from shardstep.comm import Comm
+from shardstep.comm import Comm, all_gather_json
 from shardstep.comm.consensus import check_same_on_all_ranks
 from shardstep.local.multi_class import extras, optimizer_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
@@ -307,8 +307,7 @@ def _survey(optimizer: ZeroRedundancyOptimizer) -> _Survey:
             rehearsed, expected = local.rehearse(lacking)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        said = comm.all_gather_bytes(json.dumps(failure).encode())
-        failures = {rank: each for rank, text in enumerate(said) if (each := json.loads(text))}
+        failures = {rank: why for rank, why in enumerate(all_gather_json(comm, failure)) if why}
         if failures and not forms:
             rank, failure = next(iter(failures.items()))
             raise RuntimeError(
