@@ -24,7 +24,7 @@ import torch
 
 from shardstep.checkpoint.dcp.portable import Reading, holds, portable
 from shardstep.checkpoint.dcp.stand_in import StandIn
-from shardstep.checkpoint.names import tensors_of
+from shardstep.checkpoint.inputs import named_params
 from shardstep.comm import Comm, all_gather_json
 from shardstep.comm.consensus import check_same_on_all_ranks
 from shardstep.local.multi_class import extras, optimizer_name
@@ -165,7 +165,7 @@ def sharded_state(optimizer: ZeroRedundancyOptimizer, param_names: bool) -> Shar
         RuntimeError: on every rank, if the state cannot be described.
         TypeError: on every rank, for DTensor parameters.
     """
-    refuse_dtensors(tensors_of(optimizer), NO_OFFSETS)
+    refuse_dtensors(named_params(optimizer), NO_OFFSETS)
     optimizer.shards.sync_options()
     names = _names(optimizer)
     held = optimizer.plan.intervals(optimizer.rank)
@@ -248,7 +248,7 @@ def read_sharded(optimizer: ZeroRedundancyOptimizer, state_dict: Mapping[str, An
     Raises:
         ValueError: on every rank, if it does not fit.
     """
-    refuse_dtensors(tensors_of(optimizer), NO_OFFSETS)
+    refuse_dtensors(named_params(optimizer), NO_OFFSETS)
     survey = _survey(optimizer)
 
     def make() -> tuple[Share, list[str]]:
