@@ -30,7 +30,7 @@ from shardstep.checkpoint.format import (
 from shardstep.checkpoint.offline.one_process import verify_files, write_alone
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.safetensors import Streamed
-from shardstep.layouts.choose import ELEMENT_WISE
+from shardstep.layouts.known_classes import ELEMENT_WISE
 from shardstep.local.multi_class import full_name
 from shardstep.plan import Box, Layout, ParamSpec, ShardPlan, boxes, contiguous
 from shardstep.state.tree import leaves
