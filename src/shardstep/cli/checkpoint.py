@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from shardstep import checkpoint as ckpt
-from shardstep.checkpoint.safetensors import Stages
+from shardstep.checkpoint.files import Stages
 from shardstep.cli.checkpoint_tables import listing_report, printable, summary_report
 from shardstep.cli.progress import byte_progress
 from shardstep.cli.sizes import parse_nbytes, show_nbytes

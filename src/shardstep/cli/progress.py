@@ -16,8 +16,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from shardstep.checkpoint.safetensors import Progress as OnBytes
-from shardstep.checkpoint.safetensors import Stages
+from shardstep.checkpoint.files import Progress as OnBytes
+from shardstep.checkpoint.files import Stages
 from shardstep.demo.run import RUNS, StepDone
 
 
