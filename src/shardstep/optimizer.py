@@ -24,6 +24,7 @@ from shardstep.gather.overlapped import ImmediateGather, OverlappedGather, Param
 from shardstep.gradients.full import FullGradients, GradientSource
 from shardstep.gradients.reducer import GradReducer, refuse_watched
 from shardstep.layouts.choose import Layouts
+from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.local_optimizer import LocalOptimizer, LocalState
 from shardstep.local.multi_class import (
     CLASS_KEY,
@@ -198,13 +199,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._begun: set[int] = set()
         self._warned = precision is not None or self.rank != 0
         self._layout = layout
-        self._layouts = Layouts(
-            layout,
-            optimizer_class,
-            defaults,
-            self.world_size,
-            lambda dtype: self._precision.step_dtype(dtype),
-        )
 
         def local(groups: list[dict[str, Any]]) -> Optimizer:
             if names_a_class(groups):
@@ -213,7 +207,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         def make_local() -> None:
             self._local = LocalOptimizer(
-                self.param_groups, self._shard, local, self._layouts.filled, self._dtype_here
+                self.param_groups,
+                self._shard,
+                local,
+                self._layouts.groups_to_fill,
+                self._dtype_here,
             )
             self.optim = self._local.optim
 
@@ -222,6 +220,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 raise ValueError("module= replaces DDP: leave out overlap_with_ddp=True")
             check_class(optimizer_class)
             self._precision = resolve(precision, self._apart, module is not None)
+            recipe = OptimizerRecipe(optimizer_class, defaults)
+            self._layouts = Layouts(layout, recipe, self.world_size, self._precision)
             self._rounding = StochasticRounding(self._precision.seed)
             # The local optimizer knows the class's defaults, in the class's order; they are taken
             # over from it below.
@@ -574,7 +574,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._replan("add_param_group", make)
         except Exception:
             self.param_groups[:] = groups
-            self._layouts.forget(len(groups))
+            self._layouts.truncate(len(groups))
             raise
 
     # ------------------------------------------------------------------------------- the step

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 from shardstep.layouts.probe import probe
+from shardstep.layouts.recipe import OptimizerRecipe
 
 
 class Averaged(optim.Optimizer):
@@ -325,14 +326,14 @@ def pass_it_on(folder: Path) -> None:
 
 
 def test_a_class_may_fail_to_turn_and_still_step(tmp_path: Path) -> None:
-    assert probe(PassesItOn, {"lr": 0.1}, {}).kind == "element-wise"
+    assert probe(OptimizerRecipe(PassesItOn, {"lr": 0.1})).kind == "element-wise"
     match = "no attribute 'inside'"
     raises_on_every_rank(pass_it_on, 2, (AttributeError, RuntimeError), tmp_path, match=match)
 
 
 @pytest.mark.parametrize("cls", [MeansSomethingElse, WantsToBeToldMore])
 def test_a_class_may_mean_something_else_by_these_names(cls: type[optim.Optimizer]) -> None:
-    assert probe(cls, {"lr": 0.1}, {}).kind == "element-wise"
+    assert probe(OptimizerRecipe(cls, {"lr": 0.1})).kind == "element-wise"
     opt = ZeroRedundancyOptimizer(Net().parameters(), cls, lr=0.1)
     assert not hasattr(opt, "train")
     assert not hasattr(opt, "eval")

@@ -511,7 +511,7 @@ REFUSED: dict[str, tuple[tuple[int, int], str, Any, dict[str, Any], type[Excepti
         RowNorms,
         {"layout": "sliced"},
         ValueError,
-        "RowNorms looks at whole tensors",
+        "would change the numbers of RowNorms",
     ),
     "a class that couples tensors": (
         (1, 2),

@@ -493,7 +493,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[ShardPlan], object], str]] = {
         ),
         "'u'.* lies in the wrong bucket",
     ),
-    "a wrong bucket number": (lambda plan: with_bucket(plan, index=5), "says it is bucket 5"),
+    "a wrong bucket number": (lambda plan: with_bucket(plan, index=5), "has index 5"),
     "a bucket that is missing": (
         lambda plan: dataclasses.replace(plan, buckets=plan.buckets[:1]),
         "'u'.* is placed nowhere",

@@ -1,4 +1,4 @@
-"""Planning: integers and dtypes only, no tensor data, no process group."""
+"""The placement of parameters on ranks: integers and dtypes, no tensors, no process group."""
 
 from shardstep.plan.box import Box, boxes, overlap
 from shardstep.plan.estimate import Share, share

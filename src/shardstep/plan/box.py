@@ -81,20 +81,22 @@ def overlap(found: Sequence[Box]) -> tuple[Box, Box] | None:
     # time: the chunks of a thousand ranks are not compared pairwise.
     dims = range(len(filled[0].offsets))
     along = max(dims, key=lambda dim: len({box.offsets[dim] for box in filled}))
-    reaching: list[Box] = []
+    open_boxes: list[Box] = []
     compared = 0
     for box in sorted(filled, key=lambda box: box.offsets[along]):
         start = box.offsets[along]
-        reaching = [each for each in reaching if each.offsets[along] + each.sizes[along] > start]
-        compared += len(reaching)
+        open_boxes = [
+            each for each in open_boxes if each.offsets[along] + each.sizes[along] > start
+        ]
+        compared += len(open_boxes)
         if compared > COMPARED_PER_BOX * (len(filled) + 100):
             raise ValueError(
                 f"{len(filled):,} boxes of one tensor are cut too wildly to be checked"
             )
-        for other in reaching:
+        for other in open_boxes:
             if box.intersect(other) is not None:
                 return other, box
-        reaching.append(box)
+        open_boxes.append(box)
     return None
 
 

@@ -1,4 +1,4 @@
-"""What a plan costs: bytes held and bytes sent per rank, before anything is allocated."""
+"""The cost of a plan: bytes held and sent per rank, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Share:
     """One rank's share of a plan.
 
     Attributes:
-        group_rank: whose share it is.
+        group_rank: the rank.
         numel: trainable elements it owns and updates.
         nbytes: bytes of those elements.
-        gather_nbytes_sent: bytes it sends to have its segments gathered everywhere, once.
-        reduce_nbytes_sent: bytes it sends to have all gradients reduced to their owners, once.
+        gather_nbytes_sent: bytes it sends in one gather of all parameters.
+        reduce_nbytes_sent: bytes it sends in one reduction of all gradients.
     """
 
     group_rank: int

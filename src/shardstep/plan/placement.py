@@ -185,21 +185,15 @@ def place(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> tup
     owner = _deal(specs, world_size)
     buckets = []
     for index, draft in enumerate(_form(specs, world_size, bucket_bytes)):
+        slots: tuple[Slot, ...]
+        cuts: Sequence[int]
         if draft.layout == "sliced":
-            slots, cuts = _cut_evenly(specs, draft, world_size)
+            step = aligned(-(-draft.numel // world_size))
+            slots, cuts = tuple(_lay(specs, draft.params)), range(0, step * world_size + 1, step)
         else:
             slots, cuts = _cut_between(specs, draft, world_size, owner)
         buckets.append(Bucket(index, draft.dtype, draft.device, slots, cuts, draft.frozen))
     return tuple(buckets)
-
-
-def _cut_evenly(
-    specs: Sequence[ParamSpec], draft: _Draft, world_size: int
-) -> tuple[tuple[Slot, ...], Sequence[int]]:
-    """Cut at equal distances, through parameters where necessary."""
-    segment_numel = aligned(-(-draft.numel // world_size))
-    cuts = range(0, segment_numel * world_size + 1, segment_numel)
-    return tuple(_lay(specs, draft.params)), cuts
 
 
 def _cut_between(

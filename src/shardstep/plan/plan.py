@@ -78,7 +78,7 @@ class ShardPlan:
         seen: set[int] = set()
         for position, bucket in enumerate(self.buckets):
             where = f"bucket {position}"
-            _require(bucket.index == position, f"{where} says it is bucket {bucket.index}")
+            _require(bucket.index == position, f"{where} has index {bucket.index}")
             _require(len(bucket.cuts) == self.world_size + 1, f"{where} has too few or many cuts")
             _require(bucket.cuts[0] == 0, f"{where} does not start at 0")
             ascending = all(cut <= after for cut, after in pairwise(bucket.cuts))
@@ -94,7 +94,7 @@ class ShardPlan:
                 _require(slot.bucket_offset % ALIGNMENT == 0, f"{spec} starts off a unit")
                 _require(slot.bucket_offset >= end, f"{spec} overlaps the parameter before it")
                 end = slot.footprint.stop
-                _require(end <= bucket.numel, f"{where} is too short for what lies in it")
+                _require(end <= bucket.numel, f"{where} is too short for its parameters")
                 alike = (spec.dtype, spec.device) == (bucket.dtype, bucket.device)
                 _require(alike, f"{spec} lies in a {bucket.dtype} bucket on {bucket.device}")
                 _require(spec.trainable is not bucket.frozen, f"{spec} lies in the wrong bucket")

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.format import SavedModel, SavedOptimizer
-from shardstep.checkpoint.mastered import split_masters
+from shardstep.checkpoint.files import Stages, no_stages
+from shardstep.checkpoint.format import SavedModel, SavedOptimizer, split_masters
 from shardstep.checkpoint.offline.one_process import verify_files
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.safetensors import Stages, no_stages
 
 
 def state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -77,26 +76,26 @@ def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, 
     keys = {param.name: param.name if named else n for n, param in enumerate(saved.params)}
     state, masters = split_masters(
         {
-            keys[param.name]: checkpoint.value(param.state)
+            keys[param.name]: checkpoint.read_value(param.state)
             for param in saved.params
             if param.state is not None
         }
     )
     groups = []
     for names, options in saved.groups:
-        group = {**checkpoint.value(options), "params": [keys[name] for name in names]}
+        group = {**checkpoint.read_value(options), "params": [keys[name] for name in names]}
         if not saved.positional and not named:
             group["param_names"] = list(names)
         groups.append(group)
     found: dict[str, Any] = {
-        **checkpoint.value(saved.beside),
-        "state": {**state, **checkpoint.value(saved.loose)},
+        **checkpoint.read_value(saved.extra_entries),
+        "state": {**state, **checkpoint.read_value(saved.global_state)},
         "param_groups": groups,
     }
     if masters:
         found["masters"] = masters
-    if saved.rounded:
-        found["rounding_step"] = saved.rounded
+    if saved.rounding_step:
+        found["rounding_step"] = saved.rounding_step
     return found
 
 
@@ -107,9 +106,9 @@ def model_dict(checkpoint: Checkpoint) -> dict[str, Any]:
         CheckpointError: if it has no model.
     """
     saved = saved_model(checkpoint)
-    found = {name: checkpoint.whole(stored) for name, stored in saved.tensors.items()}
+    found = {name: checkpoint.read_tensor(stored) for name, stored in saved.tensors.items()}
     found |= {name: found[other] for name, other in saved.aliases.items()}
-    return {**found, **checkpoint.value(saved.rest)}
+    return {**found, **checkpoint.read_value(saved.extra_state)}
 
 
 def saved_optimizer(checkpoint: Checkpoint, *, named: bool = False) -> SavedOptimizer:

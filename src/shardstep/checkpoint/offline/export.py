@@ -11,7 +11,7 @@ import mmap
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.file_layout import HF_INDEX, WEIGHTS, hf_index
-from shardstep.checkpoint.format import Contents, Tree
+from shardstep.checkpoint.files import Progress, Stages, no_stages, write_text
+from shardstep.checkpoint.format import Contents
 from shardstep.checkpoint.offline.dicts import (
     model_dict,
     optimizer_dict,
@@ -29,17 +30,8 @@ from shardstep.checkpoint.offline.dicts import (
 )
 from shardstep.checkpoint.offline.one_process import verify_files
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.safetensors import (
-    CHUNK_NBYTES,
-    Progress,
-    Source,
-    Stages,
-    Streamed,
-    form_of,
-    no_stages,
-    write,
-)
-from shardstep.checkpoint.staging import EXPORT, Staging, write_text
+from shardstep.checkpoint.safetensors import CHUNK_NBYTES, Source, Streamed, form_of, write
+from shardstep.checkpoint.staging import EXPORT, Staging
 from shardstep.state.tree import decode
 
 if TYPE_CHECKING:
@@ -128,32 +120,16 @@ def _check_torch(checkpoint: Checkpoint, part: Part, named: bool) -> None:
         saved_model(checkpoint)
     elif part == "optimizer" or checkpoint.contents.optimizer is not None:
         saved_optimizer(checkpoint, named=named)
-    for what, tree in _trees(_only(checkpoint.contents, part)):
+    for kind, owner, tree in _only(checkpoint.contents, part).trees():
         value = decode(tree.node, lambda leaf: torch.empty(0), wrap=lambda *described: None)
         for place, leaf in pytree.tree_leaves_with_path(value, lambda v: isinstance(v, deque)):
             if isinstance(leaf, deque):
                 raise CheckpointError(
-                    f"{checkpoint.path}: {what} has a deque"
+                    f"{checkpoint.path}: {kind}{owner} has a deque"
                     f"{place and f' at {pytree.keystr(place)}'}, which torch.load(..., "
                     "weights_only=True) does not read; export the other parts alone, or take it "
                     "out of checkpoint.load() or checkpoint.state_dict()"
                 )
-
-
-def _trees(contents: Contents) -> Iterator[tuple[str, Tree]]:
-    """Yield all values, each with a name for messages."""
-    if contents.optimizer is not None:
-        for param in contents.optimizer.params:
-            if param.state is not None:
-                yield f"the state of parameter {param.name!r}", param.state
-        for number, (_, options) in enumerate(contents.optimizer.groups):
-            yield f"group {number}", options
-        yield "the optimizer's state", contents.optimizer.loose
-        yield "the optimizer's state dict", contents.optimizer.beside
-    if contents.model is not None:
-        yield "the model", contents.model.rest
-    if contents.extra is not None:
-        yield "extra", contents.extra
 
 
 def _only(contents: Contents, part: Part) -> Contents:
@@ -168,7 +144,7 @@ def _write_torch(path: Path, folder: Path, part: Part, named: bool, stages: Stag
     with Checkpoint(path) as plain:
         sizes = [stored.nbytes for _, stored in _only(plain.contents, part).tensors()]
     mapped = _MappedFile(folder, sum(sizes), len(sizes), stages("reading", sum(sizes)))
-    with Checkpoint(path, mapped.room) as checkpoint:
+    with Checkpoint(path, mapped.allocate) as checkpoint:
         value = _value(checkpoint, part, named)
     mapped.release()
     with _Sink(folder / EXPORT, mapped.release, stages("writing", sum(sizes))) as file:
@@ -184,7 +160,7 @@ def _value(checkpoint: Checkpoint, part: Part, named: bool) -> Any:
     if part == "optimizer" or (part == "all" and contents.optimizer is not None):
         value["optimizer"] = optimizer_dict(checkpoint, named=named)
     if part == "all" and contents.extra is not None:
-        value["extra"] = checkpoint.value(contents.extra)
+        value["extra"] = checkpoint.read_value(contents.extra)
     return value if part == "all" else value[part]
 
 
@@ -212,7 +188,9 @@ class _MappedFile:
             os.posix_fallocate(file.fileno(), 0, total)
             self._map = mmap.mmap(file.fileno(), total)
 
-    def room(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
         """Return a dense tensor of this form, with its own storage."""
         self.release()  # the tensor before this one
         numel = math.prod(shape)
@@ -276,7 +254,7 @@ def _write_weights(
     def source(name: str) -> Source:
         stored = saved.tensors[name]
         return Streamed(
-            stored.dtype, stored.shape, lambda box, target: checkpoint.read(stored, box, target)
+            stored.dtype, stored.shape, lambda box, target: checkpoint.read_box(stored, box, target)
         )
 
     shards: list[dict[str, Source]] = [{}]

@@ -17,12 +17,20 @@ import torch
 
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.file_layout import HF_INDEX, WEIGHTS, FileLayout, made_by, state_key
-from shardstep.checkpoint.format import Contents, SavedModel, SavedOptimizer, SavedParam, Tree
-from shardstep.checkpoint.mastered import MASTER, attach_masters
-from shardstep.checkpoint.offline.one_process import put_whole, write_alone
-from shardstep.checkpoint.safetensors import File, Source, Stages, Streamed, no_stages
-from shardstep.checkpoint.staging import read_json
-from shardstep.checkpoint.write import saved_options, sort_out
+from shardstep.checkpoint.files import Stages, no_stages, read_json
+from shardstep.checkpoint.format import (
+    MASTER,
+    Contents,
+    SavedModel,
+    SavedOptimizer,
+    SavedParam,
+    Tree,
+    attach_masters,
+)
+from shardstep.checkpoint.inputs import split_state_dict
+from shardstep.checkpoint.offline.one_process import write_alone
+from shardstep.checkpoint.safetensors import File, Source, Streamed
+from shardstep.checkpoint.write import add_options
 from shardstep.local.multi_class import full_name
 from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Box
@@ -73,12 +81,12 @@ def import_state_dict(
         if model is not None:
             if not model or not all(isinstance(name, str) for name in model):
                 raise CheckpointError("this is not a model's state dict: its keys are not names")
-            tensors, aliases, rest = sort_out(_strip_names(model, "the model's state dict"))
+            tensors, aliases, rest = split_state_dict(_strip_names(model, "the model's state dict"))
             saved_model = _save_model(files, tensors, aliases, rest)
         saved_optimizer = None
         if optimizer is not None:
             saved_optimizer = _save_optimizer(files, optimizer, saved_model, names, optimizer_class)
-        saved_extra = None if extra is None else files.tree("extra", extra)
+        saved_extra = None if extra is None else files.add_value("extra", extra)
     except TypeError as error:
         raise CheckpointError(str(error)) from error
     maker = {**made_by(1), "imported": True}
@@ -273,8 +281,8 @@ def _save_model(
     aliases: dict[str, str],
     rest: Mapping[str, Any],
 ) -> SavedModel:
-    saved = {name: put_whole(files, "model", 0, name, each) for name, each in tensors.items()}
-    return SavedModel(saved, aliases, files.tree("model", rest))
+    saved = {name: files.add_whole("model", 0, name, each) for name, each in tensors.items()}
+    return SavedModel(saved, aliases, files.add_value("model", rest))
 
 
 def _save_optimizer(
@@ -297,7 +305,7 @@ def _save_optimizer(
     saved_groups, start = [], 0
     for number, group in enumerate(groups):
         stop = start + len(group["params"])
-        saved_groups.append((tuple(called[start:stop]), saved_options(files, number, group)))
+        saved_groups.append((tuple(called[start:stop]), add_options(files, number, group)))
         start = stop
     global_state = {key: value for key, value in state.items() if key not in set(keys)}
     if not all(isinstance(key, str) for key in global_state):
@@ -311,9 +319,9 @@ def _save_optimizer(
         stepped=bool(state),
         params=tuple(params),
         groups=tuple(saved_groups),
-        loose=files.tree("state", global_state),
-        beside=files.tree("beside", beside),
-        rounded=rounded,
+        global_state=files.add_value("state", global_state),
+        extra_entries=files.add_value("beside", beside),
+        rounding_step=rounded,
     )
 
 
@@ -411,7 +419,7 @@ def _save_param(
     for number, (leaf, tensor) in enumerate(zip(found, tensors, strict=True)):
         if leaf.data is None or leaf.path == MASTER:
             key = state_key(index, number, name, leaf, Box.whole(leaf.shape))
-            stored[number] = put_whole(files, "optimizer", 0, key, tensor)
+            stored[number] = files.add_whole("optimizer", 0, key, tensor)
     node = with_leaves(node, lambda n, leaf: [*leaf[:-1], None] if n in stored else leaf)
     per_element = tuple(leaf.shape == shape for leaf in found)
     return SavedParam(name, shape, dtype, True, Tree(node, stored), per_element)

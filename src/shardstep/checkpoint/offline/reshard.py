@@ -12,12 +12,13 @@ from pathlib import Path
 
 from shardstep.checkpoint.file_layout import (
     FileLayout,
-    deal,
+    assign_owners,
     holders_of,
     made_by,
     state_key,
     value_key,
 )
+from shardstep.checkpoint.files import Stages, no_stages
 from shardstep.checkpoint.format import (
     Contents,
     SavedModel,
@@ -26,10 +27,10 @@ from shardstep.checkpoint.format import (
     Stored,
     Tree,
 )
-from shardstep.checkpoint.offline.one_process import put_whole, verify_files, write_alone
+from shardstep.checkpoint.offline.one_process import verify_files, write_alone
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.safetensors import Stages, Streamed, no_stages
-from shardstep.layouts.choose import ELEMENT_WISE
+from shardstep.checkpoint.safetensors import Streamed
+from shardstep.layouts.known_classes import ELEMENT_WISE
 from shardstep.local.multi_class import full_name
 from shardstep.plan import Box, Layout, ParamSpec, ShardPlan, boxes, contiguous
 from shardstep.state.tree import leaves
@@ -99,7 +100,7 @@ class _Resharding:
         specs = [_spec(param) for param in saved.params]
         if layout is None:
             known = {full_name(cls) for cls in ELEMENT_WISE}
-            layout = "sliced" if saved.kind in known else "whole"
+            layout = "sliced" if saved.class_name in known else "whole"
         plan = ShardPlan.make(specs, self._files.world_size, layout)
         held = [plan.intervals(rank) for rank in range(plan.world_size)]
         holders = holders_of(held)
@@ -118,8 +119,8 @@ class _Resharding:
                 (names, self._value(f"group {number}", options))
                 for number, (names, options) in enumerate(saved.groups)
             ),
-            loose=self._value("state", saved.loose),
-            beside=self._value("beside", saved.beside),
+            global_state=self._value("state", saved.global_state),
+            extra_entries=self._value("beside", saved.extra_entries),
         )
 
     def _param(self, index: int, param: SavedParam, pieces: list[tuple[int, Box]]) -> SavedParam:
@@ -133,25 +134,27 @@ class _Resharding:
             chunks = []
             for rank, box in pieces if param.per_element[number] else whole:
                 key = state_key(index, number, param.name, found[number], box)
-                chunks.append(self._files.put("optimizer", rank, key, box, self._read(old, box)))
+                chunks.append(
+                    self._files.add_chunk("optimizer", rank, key, box, self._read(old, box))
+                )
             stored[number] = replace(old, chunks=tuple(chunks))
         return replace(param, state=Tree(param.state.node, stored))
 
     def _model(self, saved: SavedModel) -> SavedModel:
         # A load deals tensors to ranks in the same way, so each rank reads one file.
-        owners = deal(saved.tensors, set(), self._files.world_size)
+        owners = assign_owners(saved.tensors, set(), self._files.world_size)
         tensors = {
-            name: put_whole(self._files, "model", rank, name, self._read(saved.tensors[name]))
+            name: self._files.add_whole("model", rank, name, self._read(saved.tensors[name]))
             for name, rank in owners.items()
         }
-        return SavedModel(tensors, saved.aliases, self._value("model", saved.rest))
+        return SavedModel(tensors, saved.aliases, self._value("model", saved.extra_state))
 
     def _value(self, name: str, tree: Tree) -> Tree:
         found = leaves(tree.node)
         stored = {}
         for number, old in tree.stored.items():
             key = value_key(name, number, found[number])
-            stored[number] = put_whole(self._files, "extra", 0, key, self._read(old))
+            stored[number] = self._files.add_whole("extra", 0, key, self._read(old))
         return Tree(tree.node, stored)
 
     def _read(self, stored: Stored, box: Box | None = None) -> Streamed:
@@ -159,7 +162,7 @@ class _Resharding:
         return Streamed(
             stored.dtype,
             box.sizes,
-            lambda part, target: self._checkpoint.read(stored, part.out_of(box), target),
+            lambda part, target: self._checkpoint.read_box(stored, part.out_of(box), target),
         )
 
 

@@ -11,18 +11,17 @@ from typing import Any
 import torch
 
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.format import SavedModel, SavedOptimizer, Stored, Tree
-from shardstep.checkpoint.mastered import master_of, own_entries
-from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.staging import (
-    FORMAT,
-    MANIFEST,
-    VERSION,
-    Manifest,
-    checkpoints,
-    left_overs,
-    read_manifest,
+from shardstep.checkpoint.format import (
+    SavedModel,
+    SavedOptimizer,
+    Stored,
+    Tree,
+    master_of,
+    own_entries,
 )
+from shardstep.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest, read_manifest
+from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.staging import checkpoints, leftovers
 from shardstep.state.tree import Node, leaves, name_of, with_leaves
 
 
@@ -85,7 +84,7 @@ def listing(parent: str | os.PathLike[str]) -> dict[str, Any]:
                 )
         except CheckpointError as error:
             damaged.append({"path": str(path), "why": str(error)})
-    left = [{"path": str(path), "under_way": active} for path, active in left_overs(folder)]
+    left = [{"path": str(path), "under_way": active} for path, active in leftovers(folder)]
     if not (entries or damaged or left):
         raise CheckpointError(
             f"{folder} has no {MANIFEST} and no checkpoints in it: it is not a checkpoint, or one "
@@ -128,7 +127,7 @@ def _nbytes(manifest: Manifest) -> int:
 def _optimizer(checkpoint: Checkpoint, saved: SavedOptimizer) -> dict[str, Any]:
     numel = {param.name: math.prod(param.shape) for param in saved.params}
     return {
-        "class": saved.kind,
+        "class": saved.class_name,
         "stepped": saved.stepped,
         "named": not saved.positional,
         "parameters": len(saved.params),
@@ -136,7 +135,7 @@ def _optimizer(checkpoint: Checkpoint, saved: SavedOptimizer) -> dict[str, Any]:
         "elements": sum(numel.values()),
         "state_nbytes": sum(
             _tree_nbytes(tree)
-            for tree in (*(param.state for param in saved.params), saved.loose)
+            for tree in (*(param.state for param in saved.params), saved.global_state)
             if tree is not None
         ),
         "without_state": [
@@ -203,4 +202,4 @@ def _shown(checkpoint: Checkpoint, tree: Tree) -> Any:
             return ["value", value if isinstance(value, (bool, int, float)) else str(value)]
         return ["value", f"tensor, {name_of(leaf.dtype)} {list(leaf.shape)}"]
 
-    return checkpoint.value(Tree(with_leaves(tree.node, describe), {}))
+    return checkpoint.read_value(Tree(with_leaves(tree.node, describe), {}))
