@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -103,6 +104,10 @@ def outcome(path: Path, net: Net, opt: ZeroRedundancyOptimizer) -> tuple[str | N
     except Exception as error:
         return None, f"it raised {type(error).__name__}: {error}"
     return None, None
+
+
+def names(parent: Path) -> list[str]:
+    return sorted(os.listdir(parent))
 
 
 # ------------------------------------------------------------------------------------ damage
