@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.comm import Pending, SoloComm
+from shardstep.comm import SoloComm, Work
 
 
 class _Instant(SoloComm):
@@ -37,9 +37,7 @@ class _Instant(SoloComm):
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload, payload]
 
-    def reduce_scatter(
-        self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
-    ) -> Pending:
+    def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
         return super().reduce_scatter(buffer[: out.numel()], cuts, out)
 
     def new_connection(self, backend: str | None = None) -> SoloComm:

@@ -29,8 +29,7 @@ from torch import nn, optim
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
-from shardstep.checkpoint import safetensors
-from shardstep.checkpoint import staging as folder
+from shardstep.checkpoint import files, manifest, safetensors, staging
 from shardstep.checkpoint import write as job
 from shardstep.checkpoint.staging import checkpoints
 
@@ -212,14 +211,14 @@ def test_killed_at_50_moments(tmp_path: Path) -> None:
 
 
 PHASES: dict[str, tuple[Any, str, int]] = {
-    "the folder is made": (folder, "_lock", 0),
+    "the folder is made": (staging, "lock_folder", 0),
     "a rank has begun to write": (safetensors, "_chunks", 1),
     "a rank has written": (os, "fsync", 0),
-    "all is written": (folder, "write_text", 0),
-    "the contents are written": (folder, "write_text", 1),
-    "the list is written": (folder, "sync_folder", 0),
+    "all is written": (files, "write_text", 0),
+    "the contents are written": (files, "write_text", 1),
+    "the list is written": (staging, "sync_folder", 0),
     "the folder is about to be renamed": (os, "rename", 0),
-    "the folder is renamed": (folder, "sync_folder", 1),
+    "the folder is renamed": (staging, "sync_folder", 1),
     "an old one is about to be hidden": (os, "rename", 1),
     "an old one is hidden": (shutil, "rmtree", 0),
     "an old one is being removed": (os, "unlink", 1),
@@ -242,8 +241,9 @@ def die_in(phase: str, parent: Path, step: int) -> None:
         return function(*args, **kwargs)
 
     if dist.get_rank() == 0:
-        setattr(owner, name, deadly)
-        job.write_text = folder.write_text
+        for module in (owner, manifest, staging, job):
+            if getattr(module, name, None) is function:
+                setattr(module, name, deadly)
     ckpt.save(parent / f"step-{step}", opt, net, {"step": step}, keep_last=1)
 
 
@@ -255,7 +255,7 @@ def test_killed_in_every_phase(tmp_path: Path) -> None:
     ckpt.save(tmp_path / "step-1", opt, net, {"step": 1})
     step = 1
     for phase in PHASES:
-        folder.sweep(tmp_path)  # or the next save would be killed at that
+        staging.remove_leftovers(tmp_path)  # or the next save would be killed at that
         with pytest.raises(RankFailure, match="exit code -9"):
             run_ranks(die_in, 2, phase, tmp_path, step + 1, timeout=60)
         renamed = list(PHASES).index(phase) >= list(PHASES).index("the folder is renamed")
@@ -288,9 +288,9 @@ def write_fails(parent: Path, way: str, asynchronous: bool) -> Any:
     patches = {
         "disk full on rank 1": (1, mock.patch.object(job, "write", full)),
         "disk full on rank 0": (0, mock.patch.object(job, "write", full)),
-        "no list": (0, mock.patch.object(folder, "write_text", full_text)),
+        "no list": (0, mock.patch.object(manifest, "write_text", full_text)),
         "no rename": (0, mock.patch.object(os, "rename", refuse)),
-        "no sync": (0, mock.patch.object(folder, "sync_folder", refuse)),
+        "no sync": (0, mock.patch.object(staging, "sync_folder", refuse)),
     }
     path = parent / way.replace(" ", "-")
     on, patch = patches[way]
@@ -397,7 +397,7 @@ def save_badly(parent: Path, kind: str) -> None:
     rank = dist.get_rank()
     held: Any = None
     if kind == "under way" and rank == 0:
-        held = folder.Staging(parent / "step-1")
+        held = staging.Staging(parent / "step-1")
     dist.barrier()
     try:
         if kind == "relative":

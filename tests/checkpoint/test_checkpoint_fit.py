@@ -38,12 +38,13 @@ load_module = importlib.import_module("shardstep.checkpoint.load")  # the packag
 
 @contextlib.contextmanager
 def warned(*patterns: str) -> Iterator[None]:
-    """Exactly these warnings are given on rank 0, and none on other ranks."""
+    """Exactly these warnings are given: of a partial load on rank 0, the others on all ranks."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
     said = [str(each.message) for each in caught if each.category is UserWarning]
-    expected = patterns if not dist.is_initialized() or dist.get_rank() == 0 else ()
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    expected = [each for each in patterns if first or "in part" not in each]
     assert len(said) == len(expected), said
     for pattern, message in zip(expected, said, strict=True):
         assert pattern in message, (pattern, message)
@@ -408,7 +409,7 @@ def from_zero(parent: Path) -> None:
     """Nobody resumes from zero without a word."""
     net = Small()
     ckpt.save(parent / "never", ZeroRedundancyOptimizer(net.named_parameters(), optim.Adam), net)
-    with warned("before the first step: the optimizer starts from zero"):
+    with warned("the loaded state is empty: this resumes from zero"):
         ckpt.load(parent / "never", stepped(net), net)
 
     part = Small()
@@ -416,7 +417,7 @@ def from_zero(parent: Path) -> None:
     part.w.grad = torch.ones_like(part.w)
     opt.step()
     ckpt.save(parent / "part", opt)
-    with warned("no optimizer state for 'b', which train"):
+    with warned("nothing for 1 of 2 trainable parameters ('b'): these resume from zero"):
         ckpt.load(parent / "part", stepped(Small()))
 
     frozen = Small()
@@ -427,7 +428,7 @@ def from_zero(parent: Path) -> None:
     still.b.requires_grad_(False)
     with warned():
         ckpt.load(parent / "frozen", stepped(still))
-    with warned("no optimizer state for 'b', which train"):
+    with warned("nothing for 1 of 2 trainable parameters ('b'): these resume from zero"):
         ckpt.load(parent / "frozen", stepped(Small()))
 
     with warned():
@@ -441,14 +442,14 @@ def from_zero(parent: Path) -> None:
     lost = stepped(net := Small())
     lost.optim.state.clear()
     ckpt.save(parent / "lost", lost)
-    with warned("no optimizer state at all, though steps had been taken"):
+    with warned("the loaded state is empty"):
         ckpt.load(parent / "lost", stepped(net))
 
     hollow = stepped(net := Small())
     for state in hollow.optim.state.values():
         state.clear()
     ckpt.save(parent / "hollow", hollow)
-    with warned("no optimizer state at all"):
+    with warned("the loaded state is empty"):
         ckpt.load(parent / "hollow", stepped(Small()))
 
 

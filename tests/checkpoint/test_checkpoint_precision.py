@@ -57,7 +57,7 @@ def write(root: Path) -> None:
         model, opt = make(torch.bfloat16, precision)
         steps(model, opt, range(4))
         ckpt.save(root / name, opt, model)
-        dcp.save({"model": model, "optim": opt}, checkpoint_id=root / f"dcp-{name}")
+        dcp.save({"model": model, "optim": ckpt.Sharded(opt)}, checkpoint_id=root / f"dcp-{name}")
     model, opt = make(torch.float32, None)
     steps(model, opt, range(4))
     ckpt.save(root / "fp32", opt, model)
@@ -76,7 +76,9 @@ def go_on(root: Path, layout: str) -> list[str]:
             if kind == "native":
                 ckpt.load(root / name, opt, model)
             else:
-                dcp.load({"model": model, "optim": opt}, checkpoint_id=root / f"dcp-{name}")
+                dcp.load(
+                    {"model": model, "optim": ckpt.Sharded(opt)}, checkpoint_id=root / f"dcp-{name}"
+                )
             steps(model, opt, range(4, 8))
             wrong = differing(list(expected.parameters()), list(model.parameters()))
             if precision.master_dtype is not None:
@@ -242,7 +244,7 @@ def frugal(root: Path, precision: MixedPrecision) -> list[str]:
     steps(expected, reference, range(3))
     path = root / str(reference.world_size)
     ckpt.save(path, reference, expected)
-    dcp.save({"model": expected, "optim": reference}, checkpoint_id=f"{path}-dcp")
+    dcp.save({"model": expected, "optim": ckpt.Sharded(reference)}, checkpoint_id=f"{path}-dcp")
     reference.consolidate_state_dict()
     saved = [reference.state_dict(), expected.state_dict()] if reference.rank == 0 else [None] * 2
     if reference.world_size > 1:
@@ -255,7 +257,7 @@ def frugal(root: Path, precision: MixedPrecision) -> list[str]:
         if kind == "native":
             ckpt.load(path, opt, model)
         elif kind == "dcp":
-            dcp.load({"model": model, "optim": opt}, checkpoint_id=f"{path}-dcp")
+            dcp.load({"model": model, "optim": ckpt.Sharded(opt)}, checkpoint_id=f"{path}-dcp")
         else:
             model.load_state_dict(weights)
             opt.load_state_dict(saved[0])

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.checkpoint import Sharded
-from shardstep.checkpoint.dcp.stand_in import StandIn
+from shardstep.checkpoint.dcp.placeholder import Placeholder
 from shardstep.plan import Interval, ParamSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -82,6 +82,12 @@ def plain(case: Case, module: nn.Module | None = None) -> tuple[nn.Module, Optim
     return net, case.optimizer_class(named(case, net), **case.fresh_options())
 
 
+def unnamed() -> tuple[nn.Module, Optimizer]:
+    net = Net()
+    groups = [{**g, "params": [p for _, p in g["params"]]} for g in named(ADAMW, net)]
+    return net, optim.AdamW(groups)
+
+
 def advance(opt: Any, net: nn.Module, steps: range, missing: bool = True) -> list[torch.Tensor]:
     """Take steps with gradients that depend on the step alone."""
     return train(opt, list(net.parameters()), steps, missing=missing)
@@ -108,7 +114,7 @@ def _save_all(folder: Path) -> None:
         net, opt = zero(case, layout=layout, parameters_as_bucket_view=number % 2 == 0)
         advance(opt, net, range(3))
         opt.param_groups[1]["lr"] = 0.0037  # as a scheduler does
-        dcp.save({"model": net, "optim": opt}, checkpoint_id=folder / str(number))
+        dcp.save({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder / str(number))
 
 
 def _load_all(folder: Path) -> list[str]:
@@ -121,7 +127,7 @@ def _load_all(folder: Path) -> list[str]:
         for layout in LAYOUTS if case is not ADAFACTOR else ["whole"]:
             net, opt = zero(case, layout=layout)
             wreck(net)
-            dcp.load({"model": net, "optim": opt}, checkpoint_id=folder / str(number))
+            dcp.load({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder / str(number))
             if wrong := differing(expected, advance(opt, net, range(3, 6))):
                 failures.append(f"{case}, {saved_in} to {layout}: parameters {wrong}")
     return failures
@@ -165,10 +171,10 @@ def _with_module(folder: Path, saving: bool) -> list[torch.Tensor]:
     opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, module=net)
     if saving:
         _pass(net, opt, range(3))
-        dcp.save({"model": net, "optim": opt}, checkpoint_id=folder)
+        dcp.save({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder)
         return []
     wreck(net)
-    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    dcp.load({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder)
     return _pass(net, opt, range(3, 6))
 
 
@@ -188,10 +194,10 @@ def _unnamed(folder: Path, saving: bool) -> list[torch.Tensor]:
     opt = ZeroRedundancyOptimizer(groups, optim.AdamW)
     if saving:
         advance(opt, net, range(3))
-        dcp.save({"model": net, "optim": opt}, checkpoint_id=folder)
+        dcp.save({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder)
         return []
     wreck(net)
-    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    dcp.load({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder)
     return advance(opt, net, range(3, 6))
 
 
@@ -204,7 +210,7 @@ def test_parameters_without_names_are_known_by_their_places(tmp_path: Path) -> N
 def test_without_a_process_group_too(tmp_path: Path) -> None:
     net, opt = zero(ADAMW)
     advance(opt, net, range(3))
-    dcp.save({"model": net, "optim": opt}, checkpoint_id=tmp_path)
+    dcp.save({"model": net, "optim": Sharded(opt)}, checkpoint_id=tmp_path)
     for got in [_load_and_advance(tmp_path), *run_ranks(_load_and_advance, 2, tmp_path)]:
         assert differing(unbroken(ADAMW), got) == []
 
@@ -212,7 +218,7 @@ def test_without_a_process_group_too(tmp_path: Path) -> None:
 def _load_and_advance(folder: Path) -> list[torch.Tensor]:
     net, opt = zero(ADAMW)
     wreck(net)
-    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    dcp.load({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder)
     return advance(opt, net, range(3, 6))
 
 
@@ -263,16 +269,16 @@ def _consolidated(opt: ZeroRedundancyOptimizer) -> Any:
     return {**state, "param_groups": [dict(sorted(g.items())) for g in state["param_groups"]]}
 
 
-def _save_one(folder: Path, case: Case, steps: int, missing: bool) -> Any:
+def _save_one(folder: Path, case: Case, steps: int, missing: bool, names: bool = False) -> Any:
     net, opt = zero(case)
     advance(opt, net, range(steps), missing)
-    dcp.save({"model": net, "optim": opt}, checkpoint_id=folder)
+    dcp.save({"model": net, "optim": Sharded(opt, param_names=names)}, checkpoint_id=folder)
     return _consolidated(opt)
 
 
 def _load_one(folder: Path, case: Case) -> Any:
     net, opt = zero(case)
-    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    dcp.load({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder)
     return _consolidated(opt)
 
 
@@ -310,9 +316,9 @@ REMEMBERING = Case(Remembering)
 def _load_longer_lists(folder: Path) -> Any:
     net, opt = zero(REMEMBERING)
     with pytest.raises(ValueError, match=r"saved with 3 entries in 'past', and 1 were read"):
-        dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+        dcp.load({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder)
     advance(opt, net, range(7, 10), False)
-    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    dcp.load({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder)
     return _consolidated(opt)
 
 
@@ -327,7 +333,7 @@ def _save_part(folder: Path) -> Any:
     set_gradients(list(net.parameters()), 1, missing=False)
     net.long.grad = net.scale.grad = None  # these never take part
     opt.step()
-    dcp.save({"model": net, "optim": opt}, checkpoint_id=folder)
+    dcp.save({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder)
     return _consolidated(opt)
 
 
@@ -349,13 +355,13 @@ def test_an_optimizer_saved_before_its_first_step_is_loaded_as_that(
 def _over_other_state(folder: Path) -> list[Any]:
     """Loading replaces state, also by none."""
     net, opt = zero(ADAMW)
-    dcp.save({"optim": opt}, checkpoint_id=folder / "fresh")
+    dcp.save({"optim": Sharded(opt)}, checkpoint_id=folder / "fresh")
     advance(opt, net, range(3))
-    dcp.save({"model": net, "optim": opt}, checkpoint_id=folder / "trained")
+    dcp.save({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder / "trained")
     advance(opt, net, range(7, 12))
-    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder / "trained")
+    dcp.load({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder / "trained")
     wrong: list[Any] = [*differing(unbroken(ADAMW), advance(opt, net, range(3, 6)))]
-    dcp.load({"optim": opt}, checkpoint_id=folder / "fresh")
+    dcp.load({"optim": Sharded(opt)}, checkpoint_id=folder / "fresh")
     return [*wrong, *opt.state]
 
 
@@ -420,8 +426,8 @@ def test_a_class_whose_state_cannot_be_found_out_is_refused() -> None:
 # ---------------------------------------------------------------------------- torch's own side
 
 
-def _torch_loads(folder: Path) -> list[torch.Tensor]:
-    net, opt = plain(ADAMW)
+def _torch_loads(folder: Path, names: bool) -> list[torch.Tensor]:
+    net, opt = plain(ADAMW) if names else unnamed()
     advance(opt, net, range(9, 11), missing=False)  # so that there is something to replace
     target = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, opt)}
     dcp.load(target, checkpoint_id=folder)
@@ -430,18 +436,19 @@ def _torch_loads(folder: Path) -> list[torch.Tensor]:
     return advance(opt, net, range(3, 6), missing=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_plain_optimizers_load_what_was_saved_here(tmp_path: Path, world_size: int) -> None:
-    run_ranks(_save_one, 2, tmp_path, ADAMW, 3, False)
+@pytest.mark.parametrize(("world_size", "names"), [(1, True), (2, False)])
+def test_plain_optimizers_load_what_was_saved_here(
+    tmp_path: Path, world_size: int, names: bool
+) -> None:
+    run_ranks(_save_one, 2, tmp_path, ADAMW, 3, False, names)
     expected = unbroken(ADAMW, missing=False)
-    for got in run_ranks(_torch_loads, world_size, tmp_path):
+    for got in run_ranks(_torch_loads, world_size, tmp_path, names):
         assert differing(expected, got) == []
 
 
 def _torch_saves(folder: Path) -> None:
-    net, _ = plain(ADAMW)
+    net, opt = unnamed()
     ddp = DistributedDataParallel(net)
-    opt = optim.AdamW([{**g, "params": [p for _, p in g["params"]]} for g in named(ADAMW, net)])
     advance(opt, net, range(3), missing=False)
     state = get_optimizer_state_dict(ddp, opt)
     dcp.save({"model": net.state_dict(), "optim": state}, checkpoint_id=folder)
@@ -450,7 +457,7 @@ def _torch_saves(folder: Path) -> None:
 def _ours_loads(folder: Path, layout: str) -> list[torch.Tensor]:
     net, opt = zero(ADAMW, layout=layout)
     wreck(net)
-    dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+    dcp.load({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder)
     return advance(opt, net, range(3, 6), missing=False)
 
 
@@ -512,7 +519,7 @@ def test_what_was_saved_converts_to_one_file_without_shards(tmp_path: Path) -> N
 def _survives(folder: Path) -> list[Any]:
     net, opt = zero(ADAMW)
     advance(opt, net, range(2))
-    dcp.save({"optim": opt}, checkpoint_id=folder)
+    dcp.save({"optim": Sharded(opt)}, checkpoint_id=folder)
     dist.barrier()
     if opt.rank == 0:
         broken = sorted(folder.glob("*.distcp"))[-1]
@@ -521,7 +528,7 @@ def _survives(folder: Path) -> list[Any]:
     dist.barrier()
     failures: list[Any] = []
     try:
-        dcp.load({"optim": opt}, checkpoint_id=folder)
+        dcp.load({"optim": Sharded(opt)}, checkpoint_id=folder)
         failures.append("it loaded")
     except dcp.api.CheckpointException:
         pass
@@ -533,7 +540,7 @@ def test_a_load_that_fails_half_way_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_what_was_not_read_is_not_a_number() -> None:
-    stand_in = StandIn("a moment", (4, 6), torch.float32, torch.device("cpu"), True)
+    stand_in = Placeholder("a moment", (4, 6), torch.float32, torch.device("cpu"), True)
     live = torch.zeros(10)
     spec = ParamSpec.of("w", (4, 6))
     stand_in.hold(live, (Interval(8, 18), spec))
@@ -545,22 +552,22 @@ def test_what_was_not_read_is_not_a_number() -> None:
     room = stand_in.__get_tensor_shard__(MetadataIndex("w", (2, 0)))
     assert room is not None
     room.copy_(torch.arange(6.0).view(1, 6))
-    read = stand_in.hand_over()
+    read = stand_in.take_part()
     assert read is not None
     assert read.isnan().tolist() == [True] * 4 + [False] * 6
     assert read[4:].tolist() == [0, 1, 2, 3, 4, 5]
     assert live.tolist() == [0] * 10
-    with pytest.raises(RuntimeError, match="taken out of this dict already"):
-        stand_in.hand_over()
+    with pytest.raises(RuntimeError, match="already taken from this dict"):
+        stand_in.take_part()
 
 
 def _other_groups(folder: Path) -> None:
     net = Net()
     opt = ZeroRedundancyOptimizer(net.named_parameters(), optim.AdamW)
     advance(opt, net, range(2))
-    dcp.save({"optim": opt}, checkpoint_id=folder)
+    dcp.save({"optim": Sharded(opt)}, checkpoint_id=folder)
     _, other = zero(ADAMW)  # the same parameters in three groups
-    dcp.load({"optim": other}, checkpoint_id=folder)
+    dcp.load({"optim": Sharded(other)}, checkpoint_id=folder)
 
 
 def test_other_groups_are_refused(tmp_path: Path) -> None:
@@ -573,11 +580,11 @@ def _swapped_groups(folder: Path) -> list[Any]:
     """Groups are known by their parameters, not by their places."""
     net, opt = zero(ADAMW)
     advance(opt, net, range(3))
-    dcp.save({"model": net, "optim": opt}, checkpoint_id=folder)
+    dcp.save({"model": net, "optim": Sharded(opt)}, checkpoint_id=folder)
     again = Net()
     groups = named(ADAMW, again)[::-1]
     opt = ZeroRedundancyOptimizer([{"params": g["params"]} for g in groups], optim.AdamW)
-    dcp.load({"model": again, "optim": opt}, checkpoint_id=folder)
+    dcp.load({"model": again, "optim": Sharded(opt)}, checkpoint_id=folder)
     return differing(unbroken(ADAMW), advance(opt, again, range(3, 6)))
 
 
@@ -597,7 +604,7 @@ def _saves_later(folder: Path, blocking: bool) -> None:
         options["storage_writer"] = dcp.FileSystemWriter(folder)
     else:
         options["checkpoint_id"] = folder
-    future: Any = dcp.async_save({"model": net, "optim": opt}, **options)
+    future: Any = dcp.async_save({"model": net, "optim": Sharded(opt)}, **options)
     advance(opt, net, range(3, 9))
     future.result()
 
@@ -615,8 +622,8 @@ def test_an_asynchronous_save_has_the_state_of_its_call(tmp_path: Path, blocking
 # ------------------------------------------------------------------------------- what is refused
 
 
-def _stand_ins(value: Any) -> Iterator[StandIn]:
-    if isinstance(value, StandIn):
+def _stand_ins(value: Any) -> Iterator[Placeholder]:
+    if isinstance(value, Placeholder):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
@@ -663,19 +670,21 @@ def _torchs_way(with_state: bool) -> None:
     get_optimizer_state_dict(net, opt)
 
 
+def _without_wrapper(folder: Path) -> None:
+    _, opt = zero(ADAMW)
+    dcp.save({"optim": opt}, checkpoint_id=folder)
+
+
+SAYS_HOW = r"consolidate_state_dict.*pass shardstep.checkpoint.Sharded\(optimizer\)"
+
+
 @pytest.mark.parametrize("with_state", [False, True])
-def test_functions_that_would_step_to_see_the_state_are_refused(with_state: bool) -> None:
-    raises_on_every_rank(_torchs_way, 2, RuntimeError, with_state, match="dcp.save")
+def test_torchs_state_dict_functions_point_to_the_wrapper(with_state: bool) -> None:
+    raises_on_every_rank(_torchs_way, 2, RuntimeError, with_state, match=SAYS_HOW)
 
 
-def _asked_by_a_user() -> None:
-    net, opt = zero(ADAMW)
-    advance(opt, net, range(2))
-    opt.state_dict()
-
-
-def test_a_user_is_told_to_consolidate() -> None:
-    raises_on_every_rank(_asked_by_a_user, 2, RuntimeError, match="consolidate_state_dict")
+def test_dcp_without_the_wrapper_points_to_it(tmp_path: Path) -> None:
+    raises_on_every_rank(_without_wrapper, 2, RuntimeError, tmp_path, match=SAYS_HOW)
 
 
 class App:

@@ -48,7 +48,9 @@ def _goes_on(folder: str, fused: bool) -> list[str]:
     model, opt = _make("cuda", fused=fused)
     _train(model, opt, range(3), "cuda")
     ckpt.save(Path(folder) / "sync", opt, model)
-    dcp.save({"opt": opt, "model": model.state_dict()}, checkpoint_id=Path(folder) / "dcp")
+    dcp.save(
+        {"opt": ckpt.Sharded(opt), "model": model.state_dict()}, checkpoint_id=Path(folder) / "dcp"
+    )
     pending = ckpt.async_save(Path(folder) / "async", opt, model)
     _train(model, opt, range(3, 6), "cuda")
     pending.wait()
@@ -56,7 +58,9 @@ def _goes_on(folder: str, fused: bool) -> list[str]:
         again, loaded = _make("cuda", fused=fused)
         if name == "dcp":
             values = again.state_dict()
-            dcp.load({"opt": loaded, "model": values}, checkpoint_id=Path(folder) / name)
+            dcp.load(
+                {"opt": ckpt.Sharded(loaded), "model": values}, checkpoint_id=Path(folder) / name
+            )
             again.load_state_dict(values)
         else:
             ckpt.load(Path(folder) / name, loaded, again)

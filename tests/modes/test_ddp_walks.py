@@ -115,6 +115,11 @@ class BesideDDP(Walk):
         ]
         self.acts.append(f"{way} {self._name} {kind} {groups.__name__} {ddp} {zero}")
 
+    @property
+    def optimizer(self) -> ZeroRedundancyOptimizer:
+        opt: ZeroRedundancyOptimizer = self._divided.opt
+        return opt
+
     def weights(self) -> dict[Act, float]:
         common: dict[Act, float] = {
             self.backward: 8,

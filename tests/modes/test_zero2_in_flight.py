@@ -39,7 +39,7 @@ from torch import Tensor, nn, optim
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from shardstep.comm import Pending
+from shardstep.comm import Work
 
 # --------------------------------------------------------------------------------- the doubles
 
@@ -52,10 +52,10 @@ class _Late(LateArrival):
     def new_connection(self) -> _Late:
         return type(self)(self._inner.new_connection())
 
-    def all_gather(self, buffer: Tensor, cuts: Sequence[int]) -> Pending:
+    def all_gather(self, buffer: Tensor, cuts: Sequence[int]) -> Work:
         return _Noted(super().all_gather(buffer, cuts))
 
-    def reduce_scatter(self, buffer: Tensor, cuts: Sequence[int], out: Tensor) -> Pending:
+    def reduce_scatter(self, buffer: Tensor, cuts: Sequence[int], out: Tensor) -> Work:
         # What is sent is what was there at the call, and the buffer is nobody's until it is over.
         sent, arrived = buffer.clone(), torch.empty_like(out)
         pending = self._inner.reduce_scatter(sent, cuts, arrived)
@@ -65,7 +65,7 @@ class _Late(LateArrival):
 
 
 class _Reduction:
-    def __init__(self, pending: Pending, arrived: Tensor, out: Tensor) -> None:
+    def __init__(self, pending: Work, arrived: Tensor, out: Tensor) -> None:
         self._pending = pending
         self._arrived = arrived
         self._out = out
@@ -98,19 +98,19 @@ class _Shuffled(_Late):
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
         self._random = random.Random(rank())
-        self._open: list[Pending] = []
+        self._open: list[Work] = []
 
-    def _note(self, pending: Pending) -> Pending:
+    def _note(self, pending: Work) -> Work:
         self._open.append(pending)
         return _Jumbled(self, pending)
 
-    def all_gather(self, buffer: Tensor, cuts: Sequence[int]) -> Pending:
+    def all_gather(self, buffer: Tensor, cuts: Sequence[int]) -> Work:
         return self._note(super().all_gather(buffer, cuts))
 
-    def reduce_scatter(self, buffer: Tensor, cuts: Sequence[int], out: Tensor) -> Pending:
+    def reduce_scatter(self, buffer: Tensor, cuts: Sequence[int], out: Tensor) -> Work:
         return self._note(super().reduce_scatter(buffer, cuts, out))
 
-    def land(self, wanted: Pending) -> None:
+    def land(self, wanted: Work) -> None:
         self._random.shuffle(self._open)
         for pending in list(self._open[: self._random.randrange(3)]):
             self._open.remove(pending)
@@ -119,7 +119,7 @@ class _Shuffled(_Late):
 
 
 class _Jumbled:
-    def __init__(self, comm: _Shuffled, pending: Pending) -> None:
+    def __init__(self, comm: _Shuffled, pending: Work) -> None:
         self._comm = comm
         self._pending = pending
 

@@ -19,6 +19,8 @@ from ranks import run_ranks
 from torch import Tensor, nn, optim
 from walks import Act, Walk, walked
 
+from shardstep import ZeroRedundancyOptimizer
+
 pytestmark = pytest.mark.slow
 
 KIND: Kind = (optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01})
@@ -45,6 +47,11 @@ class Looping(Walk):
             layout=self.chance.choice(["sliced", "whole"]),
             overlap=self.chance.random() < 0.7,
         )
+
+    @property
+    def optimizer(self) -> ZeroRedundancyOptimizer:
+        opt: ZeroRedundancyOptimizer = self._divided.opt
+        return opt
 
     def weights(self) -> dict[Act, float]:
         return {

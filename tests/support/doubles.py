@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from shardstep import comm, optimizer
-from shardstep.comm import Comm, Pending
+from shardstep.comm import Comm, Work
 
 
 @contextmanager
@@ -62,15 +62,13 @@ class LateArrival(Wrapped):
     What is sent is what was there at the call: writing to it in flight has no effect.
     """
 
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
         hidden = buffer.clone()
         pending = self._inner.all_gather(hidden, cuts)
         spoil(buffer)
         return _Late(pending, hidden, buffer)
 
-    def reduce_scatter(
-        self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
-    ) -> Pending:
+    def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
         hidden = torch.empty_like(out)
         pending = self._inner.reduce_scatter(buffer.clone(), cuts, hidden)
         spoil(out)
@@ -78,7 +76,7 @@ class LateArrival(Wrapped):
 
 
 class _Late:
-    def __init__(self, pending: Pending, hidden: torch.Tensor, buffer: torch.Tensor) -> None:
+    def __init__(self, pending: Work, hidden: torch.Tensor, buffer: torch.Tensor) -> None:
         self._pending = pending
         self._hidden = hidden
         self._buffer = buffer
@@ -107,15 +105,13 @@ class AnyOrder(Wrapped):
     def new_connection(self) -> Comm:
         return AnyOrder(self._inner._inner.new_connection())
 
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
         return self._fly(self._inner.all_gather(buffer, cuts))
 
-    def reduce_scatter(
-        self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
-    ) -> Pending:
+    def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
         return self._fly(self._inner.reduce_scatter(buffer, cuts, out))
 
-    def _fly(self, pending: Pending) -> Pending:
+    def _fly(self, pending: Work) -> Work:
         assert isinstance(pending, _Late)
         self._in_flight.append(pending)
         return _Shuffled(self, pending)
@@ -150,7 +146,7 @@ class Counting(Wrapped):
     def unawaited(self) -> list[int]:
         return sorted(set(range(len(self.launched))) - set(self.waited))
 
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Pending:
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
         number = len(self.launched)
         self.launched.append(tuple(cuts))
         self.most_in_flight = max(self.most_in_flight, len(self.unawaited))
@@ -158,7 +154,7 @@ class Counting(Wrapped):
 
 
 class _Counted:
-    def __init__(self, comm: Counting, number: int, pending: Pending) -> None:
+    def __init__(self, comm: Counting, number: int, pending: Work) -> None:
         self._comm = comm
         self._number = number
         self._pending = pending

@@ -156,3 +156,10 @@ def edit_header(path: Path, name: str, edit: Callable[[Any], Any]) -> None:
     other = edit(header)
     join(path / name, header if other is None else other, data)
     seal(path)
+
+
+def flip(file: Path) -> None:
+    """Change the last bit of a file."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
-from shardstep.local.multi_class import MultiClass, names_a_class
+from shardstep.local.multi_class import MultiClass
 from shardstep.params.stochastic_rounding import StochasticRounding
-from shardstep.params.storage import flat
 
 Act = Callable[[], object]
 
@@ -47,6 +46,11 @@ class Walk:
         self.chance = random.Random(seed)
         self.acts: list[str] = []
         self.wrong: list[str] = []
+
+    @property
+    def optimizer(self) -> ZeroRedundancyOptimizer:
+        """The divided optimizer."""
+        raise NotImplementedError
 
     def weights(self) -> dict[Act, float]:
         """What may be done, and how often."""
@@ -120,6 +124,12 @@ def walked(make: Callable[[int], Walk], seeds: Iterable[int], steps: int) -> lis
     return []
 
 
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """A flat view of a dense tensor."""
+    tensor = tensor.detach()
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
 class Whole:
     """An unsharded optimizer that keeps what it steps on in place of 16-bit parameters by hand.
 
@@ -135,7 +145,7 @@ class Whole:
         self._params: list[Tensor] = []
         self._stepped_on: list[Tensor] = []
         made = [self._widened(group) for group in groups]
-        if names_a_class(groups):
+        if any("optimizer_class" in group for group in groups):
             self.optim: Optimizer = MultiClass(made, case.optimizer_class, **case.fresh_options())
         else:
             self.optim = case.optimizer_class(made, **case.fresh_options())
@@ -215,7 +225,9 @@ class Whole:
             if inner is param:
                 continue
             if self._policy.stochastic_rounding:
-                self._rounding.round_into(flat(param), flat(inner), number, 0)
+                self._rounding.round_into(
+                    _in_memory_order(param), _in_memory_order(inner), number, 0
+                )
             else:
                 param.data.copy_(inner.detach())
         return loss
@@ -255,6 +267,10 @@ class SavingWalk(Walk):
 
     _divided: ZeroRedundancyOptimizer
     _whole: Whole
+
+    @property
+    def optimizer(self) -> ZeroRedundancyOptimizer:
+        return self._divided
 
     def _make(self) -> ZeroRedundancyOptimizer:
         """Another divided optimizer."""

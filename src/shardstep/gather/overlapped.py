@@ -37,7 +37,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardstep.comm import Comm, Pending
+from shardstep.comm import Comm, Work
 from shardstep.gradients.sharded_grad import flatten
 from shardstep.params.module_hook import UncopiedHook
 from shardstep.params.storage import ParamStorage
@@ -52,7 +52,7 @@ def gather_parameters(
     Called on every rank. Buckets travel in the order of the plan, as many at a time as the home
     has buffers for.
     """
-    in_flight: deque[tuple[Bucket, torch.Tensor, Pending]] = deque()
+    in_flight: deque[tuple[Bucket, torch.Tensor, Work]] = deque()
 
     def land() -> None:
         bucket, buffer, pending = in_flight.popleft()
@@ -135,7 +135,7 @@ class OverlappedGather:
         self._params = [
             [params[slot.param] for slot in bucket.slots] for bucket in plan.training_buckets
         ]
-        self._in_flight: dict[int, Pending] = {}
+        self._in_flight: dict[int, Work] = {}
         self._lock = threading.RLock()
         self._bucket_of = {
             param: number for number, held in enumerate(self._params) for param in held
@@ -232,7 +232,7 @@ class OverlappedGather:
         _alive.discard(self)
 
 
-def _on_this_stream(pending: Pending, device: torch.device) -> Pending:
+def _on_this_stream(pending: Work, device: torch.device) -> Work:
     """`pending`, waited for by the stream that is current now, whichever asks for it first.
 
     A plain optimizer would have written the parameters on this stream: whoever orders itself
@@ -246,7 +246,7 @@ def _on_this_stream(pending: Pending, device: torch.device) -> Pending:
 class _OnStream:
     """A gather that was launched from one stream and may be waited for from another."""
 
-    def __init__(self, pending: Pending, device: torch.device) -> None:
+    def __init__(self, pending: Work, device: torch.device) -> None:
         self._pending = pending
         self._device = device
         self._streams = torch.get_device_module(device)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from shardstep.comm import Comm, Pending
+from shardstep.comm import Comm, Work
 from shardstep.gradients.clip import clip_norm, unscale
 from shardstep.gradients.sharded_grad import ShardedGrad
 from shardstep.params.shard import Shard
@@ -94,7 +94,7 @@ class _Lane:
 class _InFlight:
     """A bucket that was launched: when `pending` is done, `arrive` puts the result in its place."""
 
-    pending: Pending
+    pending: Work
     arrive: Callable[[], None]
 
 
@@ -160,7 +160,7 @@ class GradReducer:
         self._rounds = 0
         # Which parameters have a gradient: known here, and as told by the others.
         self._used_here: set[int] = set()
-        self._used_elsewhere: list[tuple[Pending, torch.Tensor]] = []
+        self._used_elsewhere: list[tuple[Work, torch.Tensor]] = []
         # From which of those on they count, for parameters whose gradient was cleared in between.
         self._cleared_at: dict[int, int] = {}
         self._collected = False

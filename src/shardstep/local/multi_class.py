@@ -232,8 +232,18 @@ class MultiClass(Optimizer):
 
 
 def parts_of(opt: Optimizer) -> Sequence[Optimizer]:
-    """The optimizers that `opt` is made of; itself, if it is not a mixture."""
+    """Return the parts of a `MultiClass`. Any other optimizer is its only part."""
     return opt.parts if isinstance(opt, MultiClass) else [opt]
+
+
+def optimizer_name(opt: Optimizer) -> str:
+    """Return the names of the classes in `opt`, for messages.
+
+    Example:
+        >>> optimizer_name(torch.optim.SGD([torch.ones(2)]))
+        'SGD'
+    """
+    return " and ".join(dict.fromkeys(type(part).__name__ for part in parts_of(opt)))
 
 
 def check_classes(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:

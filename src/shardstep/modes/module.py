@@ -14,13 +14,9 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from shardstep.comm import Comm
+from shardstep.comm.broadcast import broadcast
 from shardstep.params.module_hook import UncopiedHook
-from shardstep.params.storage import flat, is_dense
-
-
-def names_in(module: torch.nn.Module) -> dict[int, str]:
-    """The name of each parameter of `module`, by its identity."""
-    return {id(param): name for name, param in module.named_parameters()}
+from shardstep.params.names import names_in
 
 
 def check_membership(module: torch.nn.Module, params: Sequence[torch.Tensor]) -> None:
@@ -59,34 +55,6 @@ def describe_buffers(module: torch.nn.Module) -> list[str]:
         f"buffer {name!r} (shape {tuple(buffer.shape)}, {buffer.dtype})"
         for name, buffer in module.named_buffers()
     ]
-
-
-PACK_NBYTES = 4 * 2**20
-"""Tensors are sent together up to this size: a model may have hundreds of small buffers."""
-
-
-def broadcast(comm: Comm, tensors: Iterable[torch.Tensor], source: int) -> None:
-    """Give every rank the values that `source` has. Called on every rank, in the same order."""
-    packs: list[list[torch.Tensor]] = []
-    open_packs: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if comm.world_size == 1 or tensor.numel() == 0:
-            continue
-        pack = open_packs.get((tensor.dtype, tensor.device))
-        if pack is None or sum(each.nbytes for each in pack) + tensor.nbytes > PACK_NBYTES:
-            pack = open_packs[tensor.dtype, tensor.device] = []
-            packs.append(pack)
-        pack.append(tensor.detach())
-    for pack in packs:
-        # One tensor that fills its memory needs no packing; parameters may be large.
-        alone = len(pack) == 1 and is_dense(pack[0])
-        wire = flat(pack[0]) if alone else torch.cat([tensor.reshape(-1) for tensor in pack])
-        cuts = [0] * (source + 1) + [wire.numel()] * (comm.world_size - source)
-        comm.all_gather(wire, cuts).wait()
-        if not alone and comm.group_rank != source:
-            parts = wire.split([tensor.numel() for tensor in pack])  # type: ignore[no-untyped-call]
-            for tensor, part in zip(pack, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
 
 
 def broadcast_start(comm: Comm, module: torch.nn.Module) -> None:
