@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.checkpoint import Sharded
-from shardstep.checkpoint.dcp.stand_in import StandIn
+from shardstep.checkpoint.dcp.placeholder import Placeholder
 from shardstep.plan import Interval, ParamSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -540,7 +540,7 @@ def test_a_load_that_fails_half_way_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_what_was_not_read_is_not_a_number() -> None:
-    stand_in = StandIn("a moment", (4, 6), torch.float32, torch.device("cpu"), True)
+    stand_in = Placeholder("a moment", (4, 6), torch.float32, torch.device("cpu"), True)
     live = torch.zeros(10)
     spec = ParamSpec.of("w", (4, 6))
     stand_in.hold(live, (Interval(8, 18), spec))
@@ -552,13 +552,13 @@ def test_what_was_not_read_is_not_a_number() -> None:
     room = stand_in.__get_tensor_shard__(MetadataIndex("w", (2, 0)))
     assert room is not None
     room.copy_(torch.arange(6.0).view(1, 6))
-    read = stand_in.hand_over()
+    read = stand_in.take_part()
     assert read is not None
     assert read.isnan().tolist() == [True] * 4 + [False] * 6
     assert read[4:].tolist() == [0, 1, 2, 3, 4, 5]
     assert live.tolist() == [0] * 10
-    with pytest.raises(RuntimeError, match="taken out of this dict already"):
-        stand_in.hand_over()
+    with pytest.raises(RuntimeError, match="already taken from this dict"):
+        stand_in.take_part()
 
 
 def _other_groups(folder: Path) -> None:
@@ -622,8 +622,8 @@ def test_an_asynchronous_save_has_the_state_of_its_call(tmp_path: Path, blocking
 # ------------------------------------------------------------------------------- what is refused
 
 
-def _stand_ins(value: Any) -> Iterator[StandIn]:
-    if isinstance(value, StandIn):
+def _stand_ins(value: Any) -> Iterator[Placeholder]:
+    if isinstance(value, Placeholder):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
