@@ -416,7 +416,7 @@ def _settings() -> dict[str, Any]:
             for key, value in list(vars(module).items()):
                 if callable(value):
                     settings[f"{name}.{key}"] = id(value)
-                elif type(value) in (int, float, str):
+                elif type(value) in (int, str):
                     settings[f"{name}.{key}"] = value
                 if issubclass(type(value), type) and value.__module__ == name:
                     methods = {k: id(v) for k, v in vars(value).items() if callable(v)}
