@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adafactor, AdamW
 
 import shardstep
-from shardstep.plan import relay
 
 LEARNING_RATE = 3e-4
 
@@ -157,29 +155,15 @@ def _zero2(make_model: ModelFactory, rank: int) -> Trainee:
 
 @contestant("whole", "shardstep's ZeroRedundancyOptimizer over Adafactor, which is never cut")
 def _whole(make_model: ModelFactory, rank: int) -> Trainee:
-    return _WholeTrainee(make_model(), straight=False)
-
-
-@contestant("whole-straight", "the same, segments of different lengths sent rank to rank")
-def _whole_straight(make_model: ModelFactory, rank: int) -> Trainee:
-    return _WholeTrainee(make_model(), straight=True)
-
-
-class _WholeTrainee(Trainee):
-    def __init__(self, model: nn.Module, *, straight: bool) -> None:
-        optimizer = shardstep.ZeroRedundancyOptimizer(
-            model.parameters(),
-            Adafactor,
-            process_group=dist.new_group(),
-            lr=LEARNING_RATE,
-            module=model,
-        )
-        super().__init__(model, optimizer)
-        self._route = (lambda cuts: None) if straight else relay
-
-    def step(self, x: Tensor, y: Tensor, after_backward: Callable[[], None] | None = None) -> float:
-        with mock.patch("shardstep.comm.gloo.relay", self._route):
-            return super().step(x, y, after_backward)
+    model = make_model()
+    optimizer = shardstep.ZeroRedundancyOptimizer(
+        model.parameters(),
+        Adafactor,
+        process_group=dist.new_group(),
+        lr=LEARNING_RATE,
+        module=model,
+    )
+    return Trainee(model, optimizer)
 
 
 @contestant("hook", "DDP with shardstep's hook_with_zero_step over an all-reduce")

@@ -267,14 +267,14 @@ Row = tuple[str, str, str, str, str, str]
 
 HEAD = """## {library} on {where}
 
-What `layout="auto"` makes of the classes of [{library}](https://pypi.org/project/{library}/)
+The outcome of `layout="auto"` for the classes of [{library}](https://pypi.org/project/{library}/)
 {version}, with torch {torch}, at {ranks} ranks, on parameters of 32 and of 16 bits:
 {counts}.
 
-This table is written by [benchmarks/lowbit_table.py](../benchmarks/lowbit_table.py), which says
-what is compared. *Exact* is to the bit: training, moving state between ranks, the consolidated
-state, and training on after loading it into this optimizer or the plain class, or from a checkpoint
-in files.
+[benchmarks/lowbit_table.py](../benchmarks/lowbit_table.py) writes this table and documents the
+comparison. *Exact* means bit for bit: in training, in moving state between ranks, in the
+consolidated state, and in training after loading it into this optimizer, into the plain class, or
+from a checkpoint folder.
 
 | class | parameters | layout | outcome | remark |
 |---|---|---|---|---|

@@ -25,7 +25,9 @@ import torch
 from shardstep import MixedPrecision
 from shardstep.demo.gpt import GPT, GPT_17M
 from shardstep.layouts.choose import Layouts
+from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.multi_class import MultiClass
+from shardstep.params.groups import group_ranges
 from shardstep.params.inputs import describe, parameters
 from shardstep.params.masters import Masters
 from shardstep.params.shard import Shard
@@ -52,15 +54,13 @@ def _of_rank(rank: int, ranks: int) -> MultiClass:
     """The local optimizer of one rank, with gradients for its pieces."""
     torch.manual_seed(0)
     groups = _groups(GPT(GPT_17M))
-    layouts = Layouts("auto", torch.optim.AdamW, ADAMW, ranks, MixedPrecision().step_dtype)
+    recipe = OptimizerRecipe(torch.optim.AdamW, ADAMW)
+    layouts = Layouts("auto", recipe, ranks, MixedPrecision())
     specs = layouts.apply(groups, describe(groups))
     plan = ShardPlan.make(specs, ranks)
     shard = Shard(plan, parameters(groups), rank, True, lambda _, params: Masters([], params, {}))
-    start = 0
-    for group in groups:
-        numbers = range(start, start + len(group["params"]))
+    for group, numbers in zip(groups, group_ranges(groups), strict=True):
         group["params"] = [tensor for _, tensor in shard.in_group(numbers)]
-        start = numbers.stop
     mixture = MultiClass(groups, torch.optim.AdamW, **ADAMW)
     for param in parameters(mixture.param_groups):
         param.grad = torch.randn_like(param)

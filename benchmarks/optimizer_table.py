@@ -220,13 +220,13 @@ def rank_main(rank: int, world_size: int, folder: str, others: bool) -> None:
 
 PAGE = """# Optimizer classes
 
-What `layout="auto"` makes of the {total} classes of
+The outcome of `layout="auto"` for the {total} classes of
 [pytorch-optimizer](https://pypi.org/project/pytorch-optimizer/) {version}, with torch {torch}, at
 {ranks} ranks: {counts}.
 
-This table is written by [benchmarks/optimizer_table.py](../benchmarks/optimizer_table.py), which
-says what is compared. *Exact* is to the bit: training, the consolidated state, and training on
-after loading it. *Refused* is an error on every rank at construction.
+[benchmarks/optimizer_table.py](../benchmarks/optimizer_table.py) writes this table and documents
+the comparison. *Exact* means bit for bit: in training, in the consolidated state, and in training
+after loading it. *Refused* means an error on every rank at construction.
 
 | class | layout | outcome | remark |
 |---|---|---|---|
@@ -235,8 +235,8 @@ after loading it. *Refused* is an error on every rank at construction.
 OTHERS_PAGE = """## Other packages
 
 The same for {packages}:
-{counts}. Schedule-free classes are turned to `eval()` and back to `train()` between saving and
-training on.
+{counts}. Schedule-free classes switch to `eval()` and back to `train()` between saving and further
+training.
 
 | package | class | layout | outcome | remark |
 |---|---|---|---|---|

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep.demo.gpt import GPT
 from shardstep.demo.record import DemoConfig
-from shardstep.demo.text import ByteBatches, stdlib_source
+from shardstep.demo.text import make_batch, stdlib_source
 
 WORLD_SIZE = 2
 HELD_OUT = 20
@@ -74,19 +74,19 @@ def _train(way: Way, seed: int, steps: int, lr: float) -> dict[str, Any]:
     if way.rounded_start:
         model.bfloat16().float()
     model.to(way.dtype)
-    batches = ByteBatches(
-        stdlib_source(),
-        config.batch_size,
-        config.model.block_size,
-        seed=seed,
-        rank=dist.get_rank(),
-    )
+    text, rank = stdlib_source(), dist.get_rank()
+
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return make_batch(
+            text, config.batch_size, config.model.block_size, seed=seed, step=step, rank=rank
+        )
+
     opt = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, module=model, precision=way.precision, lr=lr
     )
     losses = []
     for step in range(steps):
-        loss = _loss(model, batches.batch(step))
+        loss = _loss(model, batch(step))
         loss.backward()
         opt.step()
         opt.zero_grad()
@@ -94,7 +94,7 @@ def _train(way: Way, seed: int, steps: int, lr: float) -> dict[str, Any]:
     model.eval()
     with torch.no_grad():
         held_out = torch.stack(
-            [_loss(model, batches.batch(10**6 + number)) for number in range(HELD_OUT)]
+            [_loss(model, batch(10**6 + number)) for number in range(HELD_OUT)]
         ).mean()
     found = torch.stack([*losses, held_out])
     dist.all_reduce(found)

@@ -33,8 +33,9 @@ from typing import Any
 import torch
 
 from optimizer_table import OPTIONS, WITHOUT, classes
-from shardstep.layouts.probe import Verdict, probe
-from shardstep.layouts.trial import MATRICES, Run, sizes_among
+from shardstep.layouts.probe import MATRICES, Verdict, probe
+from shardstep.layouts.recipe import OptimizerRecipe
+from shardstep.layouts.trial import Gradients, Run
 from shardstep.local.sandbox import sandbox
 
 LIMIT_MS = 100
@@ -69,9 +70,9 @@ def cases(only: Sequence[str]) -> list[Case]:
 
 def attempt(case: Case) -> Verdict:
     """What is timed."""
-    options, group_options = copy.deepcopy(case.options), case.group_options
-    sizes = sizes_among(case.optimizer_class, options, group_options, LARGEST)
-    return probe(case.optimizer_class, options, group_options, sizes=sizes)
+    options = copy.deepcopy(case.options)
+    recipe = OptimizerRecipe(case.optimizer_class, options, case.group_options)
+    return probe(recipe, sizes=recipe.sizes(LARGEST))
 
 
 def warm(found: Sequence[Case], rounds: int) -> dict[str, dict[str, Any]]:
@@ -109,9 +110,9 @@ def _counted() -> Iterator[list[int]]:
     """Counts the steps of all optimizers that are tried meanwhile."""
     steps, advance = [0], Run.advance
 
-    def counting(self: Run) -> bool:
+    def counting(self: Run, step: int, gradients: Gradients) -> bool:
         steps[0] += 1
-        return advance(self)
+        return advance(self, step, gradients)
 
     Run.advance = counting  # type: ignore[method-assign]
     try:
@@ -122,7 +123,7 @@ def _counted() -> Iterator[list[int]]:
 
 def _step_ms(case: Case) -> float | None:
     """The median of ten steps of the class itself on one small matrix; None if it takes none."""
-    param = torch.nn.Parameter(torch.ones(MATRICES[0]))
+    param = torch.nn.Parameter(torch.ones(MATRICES.shapes[0]))
     times = []
     with sandbox(case.optimizer_class, torch.device("cpu")):
         try:

@@ -1,7 +1,6 @@
-"""What the documentation says holds: links lead somewhere, names exist, examples run.
+"""Tests of the documentation: links resolve, names exist, examples run.
 
-The page for readers of torch's class, docs/upstream.md, is held to more: it has to mention every
-name of theirs, and every name of ours that it gives has to exist.
+docs/upstream.md must also mention every name of torch's class, and every name of ours in it exists.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Block(NamedTuple):
 
 
 def read(page: Path) -> tuple[list[str], list[Block]]:
-    """The lines of a page outside of its blocks, and the blocks."""
+    """Return the lines of a page outside its blocks, and the blocks."""
     prose: list[str] = []
     blocks: list[Block] = []
     fence = language = before = ""
@@ -86,7 +85,7 @@ def links(prose: list[str]) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of a page's headings."""
+    """Return the anchors that GitHub makes from a page's headings."""
     headings = [line.lstrip("#") for line in read(page)[0] if re.match(r"#+ ", line)]
     return {re.sub(r"[^\w\- ]", "", each.strip().lower()).replace(" ", "-") for each in headings}
 
@@ -98,7 +97,7 @@ BLOCKS = [block for page in PAGES for block in read(page)[1] if block.language =
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_relative_link_leads_somewhere(page: Path) -> None:
+def test_every_relative_link_resolves(page: Path) -> None:
     broken = []
     for link in links(read(page)[0]):
         if re.match(r"[a-z][a-z0-9+.-]*:", link):
@@ -118,19 +117,17 @@ def test_every_python_block_is_python(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_what_blocks_take_from_the_package_it_exports(block: Block) -> None:
-    # A type checker knows no others, even where an import within the package has put them there.
+def test_blocks_use_only_exported_names(block: Block) -> None:
+    # Type checkers know only exported names, even if an import within the package adds others.
     nodes = [node for node in ast.walk(ast.parse(block.code)) if isinstance(node, ast.Attribute)]
     used = {node.attr for node in nodes if ast.unparse(node.value) == "shardstep"}
     assert used <= set(shardstep.__all__)
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.marked], ids=str)
-def test_blocks_that_are_marked_to_be_run_run(
-    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_marked_blocks_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # Behind as many blank lines as there are before it on the page: tracebacks name its lines.
+    # Blank lines shift the code to its place on the page, so tracebacks name the page's lines.
     code = compile("\n" * (block.line - 1) + block.code, str(block.page), "exec")
     exec(code, {"__name__": "__main__"})
 
@@ -143,7 +140,7 @@ def test_some_block_is_run() -> None:
 
 
 def attributes(cls: type) -> set[str]:
-    """What instances of `cls` have that the class itself does not: annotated or set in methods."""
+    """Return the attributes of instances of `cls`: those annotated, and those set in methods."""
     found: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.startswith("shardstep"):
@@ -164,7 +161,7 @@ def set_on_self(tree: ast.AST) -> set[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name is a module, something in one, or an attribute of its instances."""
+    """Return True if a dotted name is a module, an object in one, or an instance attribute."""
     found: Any = shardstep
     first, *rest = name.split(".")
     for position, part in enumerate(rest):
@@ -181,9 +178,9 @@ def exists(name: str) -> bool:
     return first == "shardstep"
 
 
-def test_the_names_of_ours_that_the_page_gives_exist() -> None:
+def test_names_of_ours_on_the_page_exist() -> None:
     given = set(re.findall(r"`(shardstep(?:\.\w+)+)[^`]*`", UPSTREAM_PAGE.read_text()))
-    assert len(given) > 40, "the page was expected to give many"
+    assert len(given) > 40, "the pattern finds too few names"
     assert sorted(name for name in given if not exists(name)) == []
 
 
@@ -197,12 +194,12 @@ def test_the_names_of_ours_that_the_page_gives_exist() -> None:
         "shardstep.comm.Comm.nothing",
     ],
 )
-def test_a_name_that_is_gone_would_be_noticed(name: str) -> None:
+def test_a_missing_name_is_noticed(name: str) -> None:
     assert not exists(name)
 
 
 def names_in(tree: ast.Module) -> set[str]:
-    """Classes, functions, parameters, attributes, enum members and constants of a module."""
+    """Return a module's classes, functions, parameters, attributes, enum members and constants."""
     found = set_on_self(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -216,7 +213,7 @@ def names_in(tree: ast.Module) -> set[str]:
                 targets = part.targets if isinstance(part, ast.Assign) else []
                 targets = [part.target] if isinstance(part, ast.AnnAssign) else targets
                 found |= {each.id for each in targets if isinstance(each, ast.Name)}
-    # Arguments of the hooks' inner functions are DDP's to give, not theirs to name.
+    # DDP defines the arguments of the hooks' inner functions.
     return found - {"self", "state", "fut"}
 
 
@@ -229,17 +226,17 @@ def names_in(tree: ast.Module) -> set[str]:
     ],
     ids=lambda path: path.name,
 )
-def test_the_page_mentions_every_name_of_upstreams(source: Path) -> None:
+def test_the_page_mentions_every_upstream_name(source: Path) -> None:
     if not source.exists():
         pytest.skip(f"this torch has no {source.name}")
     spans = re.findall(r"`([^`\n]+)`", UPSTREAM_PAGE.read_text())
     mentioned = {word for span in spans for word in re.findall(r"\w+", span)}
     theirs = names_in(ast.parse(source.read_text()))
-    assert len(theirs) > 10, "names were expected to be found"
+    assert len(theirs) > 10, "the parser finds too few names"
     assert sorted(theirs - mentioned) == []
 
 
-def test_the_page_mentions_every_name_that_is_ours_alone() -> None:
+def test_the_page_mentions_every_name_that_upstream_lacks() -> None:
     spans = " ".join(re.findall(r"`([^`\n]+)`", UPSTREAM_PAGE.read_text()))
     keywords = inspect.signature(ZeroRedundancyOptimizer).parameters.values()
     ours = {each.name for each in keywords if each.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -247,7 +244,7 @@ def test_the_page_mentions_every_name_that_is_ours_alone() -> None:
     assert sorted(name for name in ours if not re.search(rf"\b{name}\b", spans)) == []
 
 
-def test_the_list_of_files_is_complete() -> None:
+def test_the_design_page_lists_every_room() -> None:
     package = Path(shardstep.__file__).parent
     modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}
     folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
@@ -257,16 +254,16 @@ def test_the_list_of_files_is_complete() -> None:
 
 # ---------------------------------------------------------------------------------- drop-in
 
-OPTIMIZER_S = ["step", "add_param_group", "load_state_dict", "state_dict", "zero_grad"]
+METHODS = ["step", "add_param_group", "load_state_dict", "state_dict", "zero_grad"]
 CALLS = [
-    *((Upstream, method) for method in [*OPTIMIZER_S, "__init__", "consolidate_state_dict"]),
-    *((Optimizer, method) for method in OPTIMIZER_S),
+    *((Upstream, method) for method in [*METHODS, "__init__", "consolidate_state_dict"]),
+    *((Optimizer, method) for method in METHODS),
 ]
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def shape(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
-    """Name, kind and default of each parameter; what a variadic one is called is its own affair."""
+    """Return name, kind and default of each parameter, without the names of variadic ones."""
     return [
         ("*" if each.kind in VARIADIC else each.name, each.kind, each.default)
         for each in inspect.signature(function).parameters.values()
@@ -274,7 +271,7 @@ def shape(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
 
 
 @pytest.mark.parametrize(("base", "method"), CALLS)
-def test_a_call_that_upstream_takes_is_taken(base: type, method: str) -> None:
+def test_methods_accept_every_upstream_call(base: type, method: str) -> None:
     ours, theirs = shape(getattr(ZeroRedundancyOptimizer, method)), shape(getattr(base, method))
     positional = [each for each in theirs if each[1] not in VARIADIC]
     assert ours[: len(positional)] == positional, "same names, kinds, defaults, in the same order"
@@ -296,13 +293,13 @@ def modules_with_examples() -> list[str]:
     ]
 
 
-def test_the_examples_are_found() -> None:
+def test_examples_in_docstrings_are_found() -> None:
     expected = {"shardstep.plan.plan", "shardstep.optimizer", "shardstep.demo.gpt"}
     assert expected <= set(modules_with_examples())
 
 
 @pytest.mark.parametrize("module", modules_with_examples())
-def test_the_examples_in_docstrings_run(module: str) -> None:
+def test_examples_in_docstrings_run(module: str) -> None:
     failed, attempted = doctest.testmod(importlib.import_module(module))
     assert attempted > 0
     assert failed == 0

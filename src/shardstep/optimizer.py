@@ -17,14 +17,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardstep.apply import apply_to_shares
-from shardstep.checkpoint.dcp.stateful import (
-    asked_by_dcp,
-    is_sharded,
-    read_sharded,
-    refuse_initialisation,
-    sharded_state,
-)
-from shardstep.checkpoint.names import tensors_of
 from shardstep.comm import Comm, connect, refuse_stray_rank
 from shardstep.comm.broadcast import broadcast
 from shardstep.comm.consensus import check_same_on_all_ranks, run_on_all_ranks
@@ -32,8 +24,16 @@ from shardstep.gather.overlapped import ImmediateGather, OverlappedGather, Param
 from shardstep.gradients.full import FullGradients, GradientSource
 from shardstep.gradients.reducer import GradReducer, refuse_watched
 from shardstep.layouts.choose import Layouts
+from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.local_optimizer import LocalOptimizer, LocalState
-from shardstep.local.multi_class import CLASS_KEY, MultiClass, extras, names_a_class, no_defaults
+from shardstep.local.multi_class import (
+    CLASS_KEY,
+    MultiClass,
+    extras,
+    names_a_class,
+    no_defaults,
+    optimizer_name,
+)
 from shardstep.local.train_eval import MODES, has_train_eval
 from shardstep.local.unmovable_state import find_kept_view, find_unmovable_state
 from shardstep.modes.join import (
@@ -48,7 +48,6 @@ from shardstep.modes.module import (
     broadcast_start,
     check_membership,
     describe_buffers,
-    names_in,
 )
 from shardstep.params.dtensor import describe_part, refuse_dtensors
 from shardstep.params.inputs import (
@@ -60,6 +59,7 @@ from shardstep.params.inputs import (
     parameters,
 )
 from shardstep.params.masters import Masters, StepCopies, StepTensors
+from shardstep.params.names import names_in
 from shardstep.params.shard import Shard
 from shardstep.params.stochastic_rounding import StochasticRounding
 from shardstep.params.storage import BucketViews, OwnStorage, ParamStorage
@@ -71,9 +71,7 @@ from shardstep.state.missing_state import warn_of_missing_state
 from shardstep.state.named_dict import numbered
 from shardstep.state.replan import follow_plan
 from shardstep.state.torch_dict import (
-    OURS,
     described_in,
-    install,
     load_share,
     masters_in,
     pack_groups,
@@ -201,13 +199,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._begun: set[int] = set()
         self._warned = precision is not None or self.rank != 0
         self._layout = layout
-        self._layouts = Layouts(
-            layout,
-            optimizer_class,
-            defaults,
-            self.world_size,
-            lambda dtype: self._precision.step_dtype(dtype),
-        )
 
         def local(groups: list[dict[str, Any]]) -> Optimizer:
             if names_a_class(groups):
@@ -216,7 +207,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         def make_local() -> None:
             self._local = LocalOptimizer(
-                self.param_groups, self._shard, local, self._layouts.filled, self._dtype_here
+                self.param_groups,
+                self._shard,
+                local,
+                self._layouts.groups_to_fill,
+                self._dtype_here,
             )
             self.optim = self._local.optim
 
@@ -225,6 +220,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 raise ValueError("module= replaces DDP: leave out overlap_with_ddp=True")
             check_class(optimizer_class)
             self._precision = resolve(precision, self._apart, module is not None)
+            recipe = OptimizerRecipe(optimizer_class, defaults)
+            self._layouts = Layouts(layout, recipe, self.world_size, self._precision)
             self._rounding = StochasticRounding(self._precision.seed)
             # The local optimizer knows the class's defaults, in the class's order; they are taken
             # over from it below.
@@ -240,12 +237,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             where = find_kept_view(self.optim) if self.parameters_as_bucket_view else None
             if where is not None:
                 raise ValueError(
-                    f"{type(self.optim).__name__} keeps {where}, and parameters are about to move "
+                    f"{optimizer_name(self.optim)} keeps {where}, and parameters are about to move "
                     "into buckets; leave out parameters_as_bucket_view=True, module= and "
                     "overlap_with_ddp=True, or have the class make its views when they are needed"
                 )
             head = [
-                f"optimizer class {type(self.optim).__qualname__}",
+                f"optimizer class {optimizer_name(self.optim)}",
                 f"overlap_with_ddp={overlap_with_ddp}, module={module is not None}, "
                 f"broadcast_buffers={broadcast_buffers}",
                 f"{self._precision}",
@@ -352,7 +349,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._trainable = [spec.trainable for spec in plan.specs]
         self._begun |= {index for index, trains in enumerate(self._trainable) if trains}
         if not self._warned and self._module is None:
-            self._warned = warn_of_16_bits(plan.specs, type(self.optim).__name__)
+            self._warned = warn_of_16_bits(plan.specs, optimizer_name(self.optim))
         home = BucketViews if self.parameters_as_bucket_view else OwnStorage
         self._storage: ParamStorage = home(plan, self._params, self.rank)
         self._settle_in()
@@ -495,7 +492,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         where = find_unmovable_state(self.optim) if moves else None
         if where is not None:
             raise RuntimeError(
-                f"rank {self.rank}: {what} would lose what {type(self.optim).__name__} keeps of "
+                f"rank {self.rank}: {what} would lose what {optimizer_name(self.optim)} keeps of "
                 f"its parameters beside its state ({where}); do it before the optimizer is "
                 "constructed, or construct another one"
             )
@@ -577,7 +574,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._replan("add_param_group", make)
         except Exception:
             self.param_groups[:] = groups
-            self._layouts.forget(len(groups))
+            self._layouts.truncate(len(groups))
             raise
 
     # ------------------------------------------------------------------------------- the step
@@ -645,7 +642,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 if evaluations > 1 and self.world_size > 1:
                     # Between the two, each rank has moved its own pieces only.
                     raise RuntimeError(
-                        f"{type(self.optim).__name__} evaluates its closure more than once in a "
+                        f"{optimizer_name(self.optim)} evaluates its closure more than once in a "
                         "step, which a divided optimizer cannot do; use it unsharded"
                     )
                 if evaluations > 1:
@@ -713,7 +710,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             """`train` and `eval`, if any class here has them."""
             if name in MODES and "optim" in self.__dict__ and has_train_eval(self.optim):
                 return lambda *args, **kwargs: self.apply(
-                    lambda _: self._local.turn(name, *args, **kwargs)
+                    lambda _: self._local.set_mode(name, *args, **kwargs)
                 )
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
@@ -918,7 +915,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._shard.wide_nbytes,
             self._gradients.nbytes,
             self._precision if self._reducer is not None else None,
-            self._comm.relaying,
         )
 
     def detach(self) -> None:
@@ -938,7 +934,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property  # type: ignore[override]
     def state(self) -> LocalState:
         """This rank's part of the state, by parameter; a view that can be read and cleared."""
-        refuse_initialisation()
         return LocalState(self._params, self._local)
 
     @state.setter
@@ -1003,24 +998,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         It is what the unsharded optimizer's `state_dict()` would be, with tensors on the CPU, and
         loads into a plain `torch.optim` optimizer. Masters, if there are any, are beside that under
-        `"masters"`, by number of the parameter and in its shape. Only
-        `torch.distributed.checkpoint`, which asks every rank, is given each rank's part of the
-        state instead: see `checkpoint.Sharded`.
+        `"masters"`, by number of the parameter and in its shape. For
+        `torch.distributed.checkpoint`, which saves each rank's part, wrap the optimizer in
+        `shardstep.checkpoint.Sharded`.
 
         Raises:
             RuntimeError: if the state was not consolidated on this rank.
         """
-        return self._state_dict(sharded=asked_by_dcp())
+        return self._run_state_dict_hooks(self._consolidated_here)
 
     @property
     def shards(self) -> ShardView:
         """This rank's share of the state, as checkpoints see it."""
         return ShardView(self)
-
-    def _state_dict(self, sharded: bool) -> StateDict:
-        return self._run_state_dict_hooks(
-            lambda: sharded_state(self) if sharded else self._consolidated_here()
-        )
 
     def _run_load_hooks(self, state_dict: StateDict, load: Callable[[StateDict], None]) -> None:
         state_dict = state_dict.copy()
@@ -1045,7 +1035,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise RuntimeError(
                 f"rank {self.rank} holds only its share of the optimizer state; to get all of it "
                 f"here, call consolidate_state_dict(to={self.rank}) on all {self.world_size} ranks "
-                f"of the process group first, and then state_dict() on rank {self.rank}"
+                f"of the process group first, and then state_dict() on rank {self.rank}; for "
+                "torch.distributed.checkpoint, pass shardstep.checkpoint.Sharded(optimizer)"
             )
         return {
             **{key: copy.copy(value) for key, value in self._consolidated.items()},
@@ -1069,43 +1060,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: if it does not fit this optimizer's parameters; nothing is loaded then.
         """
-        sharded = is_sharded(state_dict)
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        if sharded:
-            taken = read_sharded(self, state_dict)
-            masters, present = taken.masters, taken.present
-            self._begun |= set(present)
-            held = sorted(self._plan.intervals(self.rank))
-            install(
-                self.optim,
-                held,
-                taken.states,
-                taken.loose,
-                taken.groups,
-                self._plan.specs,
-                beside={key: value for key, value in state_dict.items() if key not in OURS},
-                wide=held,  # it was read into what is here, which has the same policy
-            )
-        else:
-            names = [spec.name for spec in self._plan.specs]
-            state_dict = dict(numbered(state_dict, self.param_groups, names))
-            self._widen(described_in(state_dict, self.param_groups))
-            masters = masters_in(state_dict, self.param_groups, self._plan, self.rank)
-            present = load_share(
-                state_dict,
-                groups=self.param_groups,
-                plan=self._plan,
-                group_rank=self.rank,
-                local=self.optim,
-            )
+        self._run_load_hooks(state_dict, self._load_full)
+
+    def _load_full(self, state_dict: StateDict) -> None:
+        names = [spec.name for spec in self._plan.specs]
+        state_dict = dict(numbered(state_dict, self.param_groups, names))
+        self._widen(described_in(state_dict, self.param_groups))
+        masters = masters_in(state_dict, self.param_groups, self._plan, self.rank)
+        present = load_share(
+            state_dict,
+            groups=self.param_groups,
+            plan=self._plan,
+            group_rank=self.rank,
+            local=self.optim,
+        )
         self._set_masters(masters)
         self._rounding.step = state_dict.get("rounding_step", self._rounding.step)
         self._local.publish_options()
-        warn_of_missing_state(self._local, self._plan, self.rank, present)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        warn_of_missing_state(self._local.rehearse, self._plan, self.rank, present)
 
     def _widen(self, params: Iterable[int]) -> None:
         """Let these, which are about to be given state, have masters if they ever may.
@@ -1155,7 +1127,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         `Join([ddp_model, optimizer])`. With `module`, list the optimizer first.
         """
         refuse_dtensors(
-            tensors_of(self),
+            zip((spec.name for spec in self._plan.specs), self._params, strict=True),
             "ranks that have run out of data cannot be given gradients of parts; give all ranks as "
             "many batches",
         )

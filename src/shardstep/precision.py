@@ -1,4 +1,4 @@
-"""The policy for parameters of fewer than 32 bits: what is stepped on, sent and rounded how."""
+"""The policy for parameters of fewer than 32 bits: step dtype, wire dtype and rounding."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _WIRE = (torch.float16, torch.bfloat16, *_WIDE)
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """How an optimizer treats parameters that are narrower than it would like.
+    """A policy for parameters narrower than the optimizer needs.
 
-    A 16-bit weight cannot take a small update: bf16 has 8 significant bits, so whatever is less
-    than 1/512 of the weight is rounded away, step after step. A *master* is the same element
-    in fp32, kept by the rank that owns it: gradients are made fp32, the optimizer steps on the
-    master and keeps its state in fp32, and what the model sees is the master rounded to nearest.
+    A 16-bit weight cannot take a small update: bf16 has 8 significant bits, so an update of less
+    than 1/512 of the weight is rounded away, step after step. A *master* is the same element in
+    fp32, kept by its owner. Gradients become fp32, and the optimizer steps on the master with fp32
+    state. The model sees the master rounded to nearest.
 
-    Only parameters narrower than `master_dtype` get masters; all others are left as they are.
+    Only parameters narrower than `master_dtype` get masters. All others stay as they are.
 
     Args:
         master_dtype: dtype of the masters, `torch.float32` or `torch.float64`; None for none.
-        reduce_dtype: dtype in which gradients travel, for all real floating-point parameters; None
-            for the parameter's own, as under DDP. With `module=` or `register` only: elsewhere
-            somebody else sends the gradients. Whatever travels, a piece that has a master gets its
-            gradient, and adds rounds up, in `master_dtype`.
-        stochastic_rounding: without masters, step on fp32 copies that exist during the step only,
-            and round them up or down at random, with the chances that make the mean right. State
-            is in fp32.
-        seed: of that randomness. What is drawn depends on it, on the step, the parameter's number
-            and the element's, and on nothing else: not on the number of ranks, nor the layout.
+        reduce_dtype: dtype of gradients on the wire, for all real floating-point parameters; None
+            for the parameter's dtype, as under DDP. Only with `module=` or `register`; in other
+            modes DDP or the caller sends the gradients. Whatever the wire dtype, a piece with a
+            master receives and accumulates its gradient in `master_dtype`.
+        stochastic_rounding: without masters, step on fp32 copies that exist only during the step,
+            and round them up or down at random, with probabilities that keep the mean. State is in
+            fp32.
+        seed: seed of that randomness. A random number depends on the seed, the step, the number of
+            the parameter and of the element, and nothing else: not the world size, not the layout.
 
     Example:
         >>> MixedPrecision().step_dtype(torch.bfloat16)
@@ -67,36 +67,36 @@ class MixedPrecision:
             )
 
     def step_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In what dtype the optimizer steps on a parameter of `dtype`."""
+        """Return the dtype in which the optimizer steps on a parameter of `dtype`."""
         wide = torch.float32 if self.stochastic_rounding else self.master_dtype
         narrower = wide is not None and dtype.is_floating_point and dtype.itemsize < wide.itemsize
         return wide if narrower and wide is not None else dtype
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In what dtype gradients of a parameter of `dtype` are sent."""
+        """Return the dtype on the wire for gradients of a parameter of `dtype`."""
         return self.reduce_dtype if self.reduce_dtype and dtype.is_floating_point else dtype
 
 
 UNCHANGED = MixedPrecision(master_dtype=None)
-"""Everything is done in the parameter's own dtype."""
+"""The policy that does everything in the parameter's own dtype."""
 
 
 def resolve(
     given: MixedPrecision | None, sends_gradients: bool, has_module: bool
 ) -> MixedPrecision:
-    """The policy in force.
+    """Return the policy in force.
 
-    Without one, masters are made where the optimizer has the module, and so stands for DDP and all
-    that belongs to it; a drop-in replacement of an optimizer does what that does.
+    Without a given policy, an optimizer with `module=` keeps masters, because it replaces DDP as a
+    whole. A drop-in does what the replaced optimizer does.
 
     Args:
-        given: what the user said.
-        sends_gradients: whether this optimizer may come to reduce gradients.
-        has_module: whether it was given the module.
+        given: the user's policy, or None.
+        sends_gradients: True if this optimizer may reduce gradients itself.
+        has_module: True if the user passed `module=`.
 
     Raises:
-        TypeError: if it is not a policy.
-        ValueError: if it says something about gradients that somebody else sends.
+        TypeError: if `given` is not a policy.
+        ValueError: if it sets `reduce_dtype` but this optimizer does not send gradients.
     """
     if given is None:
         return MixedPrecision() if has_module else UNCHANGED
@@ -111,7 +111,7 @@ def resolve(
 
 
 def widened(specs: Sequence[ParamSpec], policy: MixedPrecision) -> set[int]:
-    """The numbers of the trainable parameters that are stepped on in a wider dtype."""
+    """Return the numbers of the trainable parameters that are stepped on in a wider dtype."""
     return {
         number
         for number, spec in enumerate(specs)
@@ -120,7 +120,7 @@ def widened(specs: Sequence[ParamSpec], policy: MixedPrecision) -> set[int]:
 
 
 def warn_of_16_bits(specs: Sequence[ParamSpec], optimizer: str) -> bool:
-    """Say what is lost if any of these trains in 16 bits. Returns whether it was said."""
+    """Warn if any of these parameters trains in 16 bits. Return True if it warned."""
     narrow = [
         spec
         for spec in specs

@@ -76,7 +76,6 @@ def make_report(
     master_nbytes: int,
     gradient_nbytes: int,
     reducing: MixedPrecision | None,
-    relaying: bool,
 ) -> Report:
     """Measure and estimate.
 
@@ -89,11 +88,10 @@ def make_report(
         gradient_nbytes: bytes kept for gradients.
         reducing: in which dtypes gradients are sent and added up; None if the optimizer does not
             reduce them itself.
-        relaying: whether segments of different lengths are relayed.
     """
-    own = share(plan, rank, relaying=relaying)
+    own = share(plan, rank)
     if reducing is not None:
-        own = share(plan, rank, reducing.wire_dtype, reducing.step_dtype, relaying)
+        own = share(plan, rank, reducing.wire_dtype)
     total = sum(spec.nbytes for spec in plan.specs if spec.trainable)
     return Report(
         rank=rank,

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from hostile import flip
+from problems import difference
 from rich.console import Console
-from test_checkpoint_offline import equal, flip
 from torch import optim
 from typer.testing import CliRunner
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
 from shardstep.cli.app import app
-from shardstep.cli.bytes import ByteProgress
 from shardstep.cli.checkpoint_tables import printable
+from shardstep.cli.progress import byte_progress
 
 
 def shardstep(*args: object) -> Any:
@@ -209,7 +210,7 @@ def test_reshard_writes_a_checkpoint_for_so_many_ranks(path: Path, tmp_path: Pat
     assert str(out) in succeeds("reshard", path, out, "--ranks", 3, "--layout", "whole")
     assert json.loads(succeeds("inspect", out, "--json"))["made_by"]["world_size"] == 3
     assert len(list(out.glob("optimizer-*-of-00003.safetensors"))) == 3
-    assert equal(ckpt.state_dict(out), ckpt.state_dict(path))
+    assert difference(ckpt.state_dict(out), ckpt.state_dict(path)) is None
     assert "exists already" in fails("reshard", path, out, "--ranks", 2)
 
 
@@ -217,6 +218,7 @@ def test_damage_is_noticed_unless_it_is_not_looked_for(path: Path, tmp_path: Pat
     flip(path / "optimizer.safetensors")
     assert "optimizer.safetensors" in fails("export", path, tmp_path / "out")
     assert "optimizer.safetensors" in fails("reshard", path, tmp_path / "out", "--ranks", 2)
+    assert os.listdir(tmp_path) == [path.name], "damage was not given a new digest"
     succeeds("reshard", path, tmp_path / "out", "--ranks", 2, "--no-verify")
 
 
@@ -225,17 +227,19 @@ def test_export_and_import_are_each_other_s_way_back(path: Path, tmp_path: Path)
         succeeds("export", path, tmp_path / f"{form}.pt", "--to", form)
         succeeds("import", tmp_path / f"{form}.pt", tmp_path / form, "--optimizer-class", "AdamW")
         back = tmp_path / form
-        assert equal(ckpt.weights(back), ckpt.weights(path))
-        assert equal(ckpt.state_dict(back)["state"], ckpt.state_dict(path)["state"])
-        assert equal(ckpt.load(back).extra, ckpt.load(path).extra)
+        assert difference(ckpt.weights(back), ckpt.weights(path)) is None
+        assert difference(ckpt.state_dict(back)["state"], ckpt.state_dict(path)["state"]) is None
+        assert difference(ckpt.load(back).extra, ckpt.load(path).extra) is None
         assert ckpt.summary(back)["optimizer"] == ckpt.summary(path)["optimizer"]
 
 
 def test_parts_and_sizes_can_be_chosen(path: Path, tmp_path: Path) -> None:
     succeeds("export", path, tmp_path / "m.pt", "--model-only")
-    assert equal(torch.load(tmp_path / "m.pt", weights_only=True), ckpt.weights(path))
+    assert difference(torch.load(tmp_path / "m.pt", weights_only=True), ckpt.weights(path)) is None
     succeeds("export", path, tmp_path / "o.pt", "--optimizer-only")
-    assert equal(torch.load(tmp_path / "o.pt", weights_only=True), ckpt.state_dict(path))
+    assert (
+        difference(torch.load(tmp_path / "o.pt", weights_only=True), ckpt.state_dict(path)) is None
+    )
     succeeds("export", path, tmp_path / "hf", "--to", "safetensors", "--max-shard-size", "5kB")
     assert len(list((tmp_path / "hf").glob("model-*-of-00002.safetensors"))) == 2
 
@@ -270,7 +274,7 @@ def test_names_are_read_from_a_file(path: Path, tmp_path: Path) -> None:
     succeeds(
         "import", tmp_path / "file.pt", tmp_path / "made", *keys, "--names", tmp_path / "names.txt"
     )
-    assert equal(ckpt.state_dict(tmp_path / "made")["state"], plain["state"])
+    assert difference(ckpt.state_dict(tmp_path / "made")["state"], plain["state"]) is None
     assert ckpt.summary(tmp_path / "made")["optimizer"]["without_state"] == ["1.bias"]
 
 
@@ -287,11 +291,11 @@ def test_stages_are_bars_in_a_terminal_and_nothing_in_a_log() -> None:
     shown = {}
     for terminal in (True, False):
         text = io.StringIO()
-        with ByteProgress(Console(file=text, force_terminal=terminal, width=100)) as progress:
-            told = progress.stage("checking", 2000)
-            told(1500)
-            told(500)
-            progress.stage("writing", 0)
+        with byte_progress(Console(file=text, force_terminal=terminal, width=100)) as stages:
+            advance = stages("checking", 2000)
+            advance(1500)
+            advance(500)
+            stages("writing", 0)
         shown[terminal] = text.getvalue()
     assert "checking" in shown[True]
     assert "2.0/2.0 kB" in shown[True]

@@ -1,13 +1,16 @@
-"""The door to collectives over real Gloo groups: right bytes, right counts, loud failures."""
+"""Communication over real Gloo groups: right bytes, right counts, loud failures."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import json
 import os
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -16,13 +19,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from problems import same_bits
 from ranks import RankFailure, run_ranks
-from torch import nn
+from torch import Tensor, nn
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.comm import Comm, GroupComm, SoloComm, connect
+from shardstep.comm import Comm, GroupComm, SoloComm, all_gather_json, collectives, connect, group
+from shardstep.comm.broadcast import PACK_NBYTES, broadcast
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 MIB = 2**20
 
@@ -39,12 +45,14 @@ CUTS = {
 }
 
 
-def cuts_of(lengths: Sequence[int], world_size: int) -> list[int]:
-    return list(accumulate(lengths[:world_size], initial=0))
+def cuts_of(case: str, world_size: int) -> Sequence[int]:
+    if case == "even":
+        return range(0, 64 * world_size + 1, 64)  # as an even bucket has them
+    return list(accumulate(CUTS[case][:world_size], initial=0))
 
 
-def segment(dtype: torch.dtype, numel: int, seed: int) -> torch.Tensor:
-    """Random bits, so that every byte counts (NaNs among them)."""
+def random_bits(dtype: torch.dtype, numel: int, seed: int) -> Tensor:
+    """Random bytes, so that every one counts (NaNs among them)."""
     generator = torch.Generator().manual_seed(seed)
     high = 2 if dtype is torch.bool else 256
     size = (numel * dtype.itemsize,)
@@ -53,11 +61,11 @@ def segment(dtype: torch.dtype, numel: int, seed: int) -> torch.Tensor:
 
 def make_buffer(
     comm: Comm, dtype: torch.dtype, cuts: Sequence[int], seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """A buffer with only this rank's segment filled in, and what it is to become."""
     expected = torch.cat(
         [
-            segment(dtype, stop - start, 10 * seed + rank)
+            random_bits(dtype, stop - start, 10 * seed + rank)
             for rank, (start, stop) in enumerate(pairwise(cuts))
         ]
     )
@@ -67,96 +75,227 @@ def make_buffer(
     return buffer, expected
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+# -------------------------------------------- what every transport does, on the same segments
 
 
-# ----------------------------------------------------------------------------- all_gather
+class Coalesced:
+    """Works launched as one."""
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], object] = lambda: None) -> None:
+        self._works, self._finish = works, finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._finish()
 
 
-def gather_one_by_one(again: bool) -> None:
-    comm = connect(None).new_connection() if again else connect(None)
-    for seed, (case, lengths) in enumerate(CUTS.items()):
-        for dtype in DTYPES:
-            cuts = cuts_of(lengths, comm.world_size)
+def nccl_all_gather(tensors: list[Tensor], tensor: Tensor, *, group: Any, async_op: bool) -> Any:
+    """NCCL's all-gather of lists of unequal tensors, which Gloo does not take."""
+    assert tensor.numel() == tensors[dist.get_rank(group)].numel()
+    ranks = enumerate(tensors)
+    return Coalesced(
+        [dist.broadcast(each, group=group, group_src=rank, async_op=True) for rank, each in ranks]
+    )
+
+
+def nccl_reduce_scatter(out: Tensor, tensors: list[Tensor], *, group: Any, async_op: bool) -> Any:
+    """NCCL's reduce-scatter of lists of unequal tensors."""
+    own = tensors[dist.get_rank(group)]
+    assert (out.shape, out.dtype) == (own.shape, own.dtype)
+    ranks = enumerate(tensors)
+    works = [dist.reduce(each, group=group, group_dst=rank, async_op=True) for rank, each in ranks]
+    return Coalesced(works, lambda: out.copy_(own))
+
+
+class CollectivesOfNccl:
+    """`torch.distributed`, with lists as NCCL takes them."""
+
+    all_gather = staticmethod(nccl_all_gather)
+    reduce_scatter = staticmethod(nccl_reduce_scatter)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+
+@contextmanager
+def transport(name: str) -> Iterator[Comm]:
+    """Communication in one of the ways that segments travel, over Gloo."""
+    if name in ("messages", "two connections"):
+        comm = connect(None)
+        yield comm if name == "messages" else comm.new_connection()
+        return
+    with (
+        mock.patch.object(group, "EXCHANGING", frozenset()),
+        mock.patch.object(collectives, "UNEVEN_LISTS", {"gloo"} if name == "lists" else ()),
+        mock.patch.object(collectives, "dist", CollectivesOfNccl() if name == "lists" else dist),
+    ):
+        yield connect(None)
+
+
+each_transport = pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        *itertools.product(["messages", "two connections"], [1, 2, 3, 4]),
+        *itertools.product(["broadcasts", "lists"], [2, 3]),
+    ],
+)
+
+
+def gather_each(name: str) -> None:
+    with transport(name) as comm:
+        for (seed, case), dtype in itertools.product(enumerate(CUTS), DTYPES):
+            cuts = cuts_of(case, comm.world_size)
             buffer, expected = make_buffer(comm, dtype, cuts, seed)
-            before = comm.ledger.calls["all_gather"], comm.ledger.nbytes_sent["all_gather"]
+            comm.ledger.calls.clear()
+            comm.ledger.nbytes_sent.clear()
             comm.all_gather(buffer, cuts).wait()
             assert same_bits(buffer, expected), (case, dtype)
-            own = lengths[comm.group_rank] * dtype.itemsize
-            calls, nbytes = before[0] + 1, before[1] + own * (comm.world_size - 1)
-            assert comm.ledger.calls == {"all_gather": calls}, (case, dtype)
-            assert comm.ledger.nbytes_sent == {"all_gather": nbytes}, (case, dtype)
+            sent = CUTS[case][comm.group_rank] * dtype.itemsize * (comm.world_size - 1)
+            assert comm.ledger.calls == {"all_gather": 1}
+            assert comm.ledger.nbytes_sent == {"all_gather": sent}, (case, dtype)
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@each_transport
 def test_all_gather_fills_in_every_segment_and_counts_what_it_sent(
-    world_size: int, again: bool
+    name: str, world_size: int
 ) -> None:
-    run_ranks(gather_one_by_one, world_size, again)
+    run_ranks(gather_each, world_size, name)
 
 
-def gather_many_at_once(again: bool) -> None:
-    comm = connect(None).new_connection() if again else connect(None)
-    flying = []
-    for seed in range(20):
-        for case, lengths in CUTS.items():
-            dtype = DTYPES[seed % len(DTYPES)]
-            if lengths[0] > MIB and seed > 2:
+def reduce_each(name: str) -> None:
+    with transport(name) as comm:
+        size, exact = comm.world_size, name in ("messages", "two connections")
+        for case, wire, kept in itertools.product(CUTS, FLOATS, FLOATS):
+            cuts = cuts_of(case, size)
+            own = slice(cuts[comm.group_rank], cuts[comm.group_rank + 1])
+            random = torch.Generator().manual_seed(cuts[-1])
+            parts = [torch.randn(cuts[-1], generator=random).to(wire) for _ in range(size)]
+            out = torch.full((own.stop - own.start,), torch.nan, dtype=kept)
+            before = comm.ledger.nbytes_sent["reduce_scatter"]
+            comm.reduce_scatter(parts[comm.group_rank].clone(), cuts, out).wait()
+            sent = comm.ledger.nbytes_sent["reduce_scatter"] - before
+            assert sent == (cuts[-1] - out.numel()) * wire.itemsize, (case, wire, kept)
+            # Messages are added up in the wider dtype, collectives add in what travels.
+            summed = kept if exact and kept.itemsize > wire.itemsize else wire
+            total = parts[0][own].to(summed)
+            for part in parts[1:]:
+                total = total + part[own].to(summed)
+            if exact:
+                assert same_bits(out, total.to(kept)), (case, wire, kept)
+            else:  # in the backend's order
+                torch.testing.assert_close(out, total.to(kept), rtol=0.02, atol=0.02)
+
+
+@each_transport
+def test_reduce_scatter_sums_in_rank_order_and_converts(name: str, world_size: int) -> None:
+    run_ranks(reduce_each, world_size, name)
+
+
+def many_at_once(name: str) -> None:
+    with transport(name) as comm:
+        flying = []
+        for seed, case in itertools.product(range(20), CUTS):
+            if case.startswith("long") and seed > 2:
                 continue
-            cuts = cuts_of(lengths, comm.world_size)
-            buffer, expected = make_buffer(comm, dtype, cuts, seed)
-            flying.append((case, buffer, expected, comm.all_gather(buffer, cuts)))
-    # Waited for in another order than they were launched, and in another on every rank.
-    for case, buffer, expected, pending in flying[:: -1 if comm.group_rank % 2 else 1]:
-        pending.wait()
-        assert same_bits(buffer, expected), case
+            cuts = cuts_of(case, comm.world_size)
+            buffer, expected = make_buffer(comm, DTYPES[seed % len(DTYPES)], cuts, seed)
+            flying.append((case, comm.all_gather(buffer, cuts), buffer, expected))
+            numbers = torch.arange(cuts[-1], dtype=torch.float64)
+            own = slice(cuts[comm.group_rank], cuts[comm.group_rank + 1])
+            out = torch.full((own.stop - own.start,), torch.nan, dtype=torch.float64)
+            work = comm.reduce_scatter(numbers.clone(), cuts, out)
+            flying.append((case, work, out, numbers[own] * comm.world_size))
+        # Waited for in another order than they were launched, and in another on every rank.
+        for case, work, found, expected in flying[:: -1 if comm.group_rank % 2 else 1]:
+            work.wait()
+            work.wait()
+            assert same_bits(found, expected), case
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name", ["messages", "two connections"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_many_gathers_in_flight_do_not_take_each_other_s_bytes(
-    world_size: int, again: bool
+def test_many_operations_in_flight_do_not_take_each_other_s_bytes(
+    name: str, world_size: int
 ) -> None:
-    run_ranks(gather_many_at_once, world_size, again)
+    run_ranks(many_at_once, world_size, name)
 
 
-def directions_of_each_group() -> list[set[bool]]:
-    """For each group that exchanges were sent in, whether they went to higher ranks."""
+def train_by(name: str) -> None:
+    for layout in ("sliced", "whole"):
+        torch.manual_seed(dist.get_rank())
+        model = nn.Sequential(nn.Linear(96, 70), nn.ReLU(), nn.Linear(70, 30))
+        plain = copy.deepcopy(model)
+        for param in plain.parameters():
+            dist.broadcast(param.data, src=0)
+        reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        with transport(name):
+            opt = ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.AdamW, module=model, layout=layout, lr=0.01
+            )
+            for step in range(5):
+                torch.manual_seed(10 * step + dist.get_rank())
+                x = torch.randn(8, 96)
+                model(x).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+                plain(x).square().mean().backward()
+                for param in plain.parameters():
+                    dist.all_reduce(param.grad)
+                    param.grad /= dist.get_world_size()
+                reference.step()
+                reference.zero_grad()
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in pairs), layout
+
+
+@pytest.mark.parametrize("name", ["broadcasts", "lists"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_by_the_collectives_of_the_backend(name: str, world_size: int) -> None:
+    run_ranks(train_by, world_size, name)
+
+
+def watch_messages() -> tuple[int, int, list[set[bool]]]:
+    """Bytes really sent, bytes counted, and the directions of the messages in each group."""
     comm = connect(None).new_connection()
     upwards: dict[dist.ProcessGroup, set[bool]] = {}
-    isend = dist.isend
+    isend, sent = dist.isend, 0
 
-    def watched(data: torch.Tensor, *, group: dist.ProcessGroup, group_dst: int, tag: int) -> Any:
+    def watched(data: Tensor, *, group: dist.ProcessGroup, group_dst: int, tag: int) -> Any:
+        nonlocal sent
+        sent += data.nbytes
         upwards.setdefault(group, set()).add(group_dst > comm.group_rank)
         return isend(data, group=group, group_dst=group_dst, tag=tag)
 
-    cuts = range(0, 64 * comm.world_size + 1, 64)
+    cuts = cuts_of("uneven", comm.world_size)
+    out = torch.zeros(CUTS["uneven"][comm.group_rank])
     with mock.patch.object(dist, "isend", watched):
         comm.all_gather(torch.zeros(cuts[-1]), cuts).wait()
-        comm.reduce_scatter(torch.zeros(cuts[-1]), cuts, torch.zeros(64)).wait()
-    return list(upwards.values())
+        comm.reduce_scatter(torch.zeros(cuts[-1]), cuts, out).wait()
+    return sent, comm.ledger.nbytes_sent.total(), list(upwards.values())
 
 
-def test_a_connection_carries_data_in_one_direction() -> None:
-    assert run_ranks(directions_of_each_group, 3) == [
-        [{True}],
-        [{True}, {False}],
-        [{False}],
-    ]
+def test_a_connection_carries_data_in_one_direction_and_as_much_as_is_counted() -> None:
+    sent, counted, directions = zip(*run_ranks(watch_messages, 3), strict=True)
+    assert sent == counted
+    assert directions == ([{True}], [{True}, {False}], [{False}])
 
 
-def gather_with_range_cuts() -> None:
-    comm = connect(None)
-    cuts = range(0, 64 * comm.world_size + 1, 64)  # as an even bucket has them
+def launch_and_leave() -> bool:
+    """Rank 1 does not wait for what it has launched until the other has it."""
+    comm = connect(None).new_connection()
+    cuts = cuts_of("long, uneven", comm.world_size)
     buffer, expected = make_buffer(comm, torch.float32, cuts, 0)
-    comm.all_gather(buffer, cuts).wait()
-    assert same_bits(buffer, expected)
+    work = comm.all_gather(buffer, cuts)
+    if comm.group_rank == 0:
+        work.wait()
+    dist.barrier()
+    work.wait()
+    return same_bits(buffer, expected)
 
 
-def test_the_cuts_may_be_a_range() -> None:
-    run_ranks(gather_with_range_cuts, 2)
+def test_a_rank_that_has_no_use_for_a_gather_keeps_no_other_waiting() -> None:
+    assert run_ranks(launch_and_leave, 2) == [True, True]
 
 
 def test_one_rank_without_a_group_has_everything_already() -> None:
@@ -166,11 +305,23 @@ def test_one_rank_without_a_group_has_everything_already() -> None:
     buffer = torch.arange(64.0)
     comm.all_gather(buffer, [0, 64]).wait()
     assert torch.equal(buffer, torch.arange(64.0))
+    out = torch.empty(64)
+    comm.reduce_scatter(buffer.bfloat16(), [0, 64], out).wait()
+    assert torch.equal(out, buffer.bfloat16().float())
     assert comm.all_gather_bytes(b"mine") == [b"mine"]
+    assert all_gather_json(comm, {"a": [1, None]}) == [{"a": [1, None]}]
     assert sum(comm.ledger.nbytes_sent.values()) == 0
 
 
-# ---------------------------------------------------------------- bytes, send and receive
+# ------------------------------------------------------------ bytes, broadcast, send and receive
+
+
+def copy_to_cpu(data: Tensor) -> Tensor:
+    """A copy, as from an accelerator, in memory that is overwritten once it is freed."""
+    memory = bytearray(data.nbytes)
+    copied = torch.frombuffer(memory, dtype=data.dtype).copy_(data)
+    weakref.finalize(copied, lambda: memory.__setitem__(slice(None), b"\xee" * len(memory)))
+    return copied
 
 
 def gather_bytes() -> None:
@@ -183,9 +334,11 @@ def gather_bytes() -> None:
         [b"x" * 100_000 if r == 0 else b"" for r in ranks],
         [bytes(range(256)) for _ in ranks],
     ]
-    for calls, payloads in enumerate(rounds, start=1):
-        assert comm.all_gather_bytes(payloads[rank]) == payloads
-        assert comm.ledger.calls["all_gather_bytes"] == calls
+    with mock.patch.object(torch.Tensor, "cpu", copy_to_cpu):
+        for calls, payloads in enumerate(rounds, start=1):
+            assert comm.all_gather_bytes(payloads[rank]) == payloads
+            assert comm.ledger.calls["all_gather_bytes"] == calls
+    assert all_gather_json(comm, {"rank": rank}) == [{"rank": r} for r in ranks]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -193,20 +346,42 @@ def test_all_gather_bytes_returns_every_payload_in_rank_order(world_size: int) -
     run_ranks(gather_bytes, world_size)
 
 
+def broadcast_many(source: int) -> None:
+    def tensors(seed: int) -> list[Tensor]:
+        random = torch.Generator().manual_seed(seed)
+        shapes = [(3, 5), (), (0, 4), (PACK_NBYTES // 8 + 1,), (PACK_NBYTES // 4, 2), (7, 3, 2, 2)]
+        made = [torch.randn(shape, generator=random) for shape in shapes]
+        made[-1] = made[-1].contiguous(memory_format=torch.channels_last)
+        return [*made, torch.randn(9, 4, generator=random).t(), torch.full((5,), seed)]
+
+    comm = connect(None)
+    found, expected = tensors(comm.group_rank), tensors(source)
+    broadcast(comm, iter(found), source)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+    # Large ones alone, those that fit into a message together, each dtype by itself.
+    assert comm.ledger.calls["all_gather"] == 4
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_broadcast_packs_tensors_of_any_form(source: int) -> None:
+    run_ranks(broadcast_many, 2, source)
+
+
 def pass_round() -> None:
-    """Each rank to each other, in an order in which nobody waits in a circle."""
+    """Each rank to each other, in an order in which no ranks wait in a circle."""
     comm = connect(None)
     sent = 0
-    for source in range(comm.world_size):
-        for target in range(comm.world_size):
-            data = segment(torch.uint8, 1000 + source, seed=10 * source + target)
-            if comm.group_rank == source != target:
-                comm.send(data, target)
-                sent += 1000 + source
-            elif comm.group_rank == target != source:
-                room = torch.zeros(1000 + source, dtype=torch.uint8)
-                comm.receive(room, source)
-                assert torch.equal(room, data)
+    for source, target in itertools.product(range(comm.world_size), repeat=2):
+        data = random_bits(torch.uint8, 1000 + source, seed=10 * source + target)
+        if comm.group_rank == source != target:
+            comm.send(data, target)
+            sent += 1000 + source
+        elif comm.group_rank == target != source:
+            room = torch.zeros(1000 + source, dtype=torch.uint8)
+            comm.receive(room, source)
+            assert torch.equal(room, data)
     assert comm.ledger.calls["send"] == comm.world_size - 1
     assert comm.ledger.nbytes_sent["send"] == sent
 
@@ -215,7 +390,7 @@ def test_what_one_rank_sends_the_other_receives() -> None:
     run_ranks(pass_round, 3)
 
 
-# ------------------------------------------------------------------------------- subgroups
+# ------------------------------------------------------------------------------------- groups
 
 
 def talk_within_subgroups() -> str:
@@ -231,11 +406,9 @@ def talk_within_subgroups() -> str:
     assert isinstance(comm, GroupComm)
     assert comm.world_size == 2
     assert ranks[comm.group_rank] == dist.get_rank()
-    assert comm.all_gather_bytes(str(dist.get_rank()).encode()) == [
-        str(rank).encode() for rank in ranks
-    ]
-    for lengths in CUTS.values():
-        cuts = cuts_of(lengths, 2)
+    assert all_gather_json(comm, dist.get_rank()) == ranks
+    for case in CUTS:
+        cuts = cuts_of(case, 2)
         buffer, expected = make_buffer(comm, torch.float32, cuts, seed=ranks[0])
         comm.all_gather(buffer, cuts).wait()
         assert same_bits(buffer, expected)
@@ -251,6 +424,38 @@ def talk_within_subgroups() -> str:
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def test_ranks_are_those_of_the_group_and_outsiders_are_refused() -> None:
+    for rank, message in enumerate(run_ranks(talk_within_subgroups, 4)):
+        assert f"global rank {rank} is not a member of the given process_group" in message
+        assert "only on the ranks of that group" in message
+
+
+def bind_new_groups() -> list[Any]:
+    """The devices to which new groups are bound, for a rank that works on an accelerator."""
+    device, asked = torch.device("cuda:3"), []
+    comm = GroupComm(dist.group.WORLD, device)
+
+    def new_group(*args: Any, device_id: torch.device | None = None, **options: Any) -> Any:
+        asked.append(str(device_id))
+        return dist.group.WORLD
+
+    with mock.patch.object(group.dist, "new_group", new_group):
+        comm.new_connection()  # two groups of Gloo, which has no device
+        comm.new_connection("gloo")
+        with mock.patch.object(group, "EXCHANGING", frozenset()):
+            comm.new_connection()
+            comm.new_connection("gloo")
+            with mock.patch.object(dist.ProcessGroup, "bound_device_id", device):
+                comm.new_connection()
+            connect(None, [torch.zeros(1)]).new_connection()
+    return asked
+
+
+def test_new_groups_are_bound_to_the_device_of_the_parameters() -> None:
+    expected = ["None", "None", "None", "cuda:3", "None", "None", "None"]
+    assert run_ranks(bind_new_groups, 2) == [expected] * 2
 
 
 def steps_between_own_messages() -> tuple[list[float], list[float]]:
@@ -282,12 +487,6 @@ def test_messages_of_the_user_s_own_are_not_taken_for_ours() -> None:
     assert first[0] == second[0] == [0.0, 1.0, 2.0, 3.0]
     assert first[1] == second[1]
     assert len(first[1]) == 1
-
-
-def test_ranks_are_those_of_the_group_and_outsiders_are_refused() -> None:
-    for rank, message in enumerate(run_ranks(talk_within_subgroups, 4)):
-        assert f"global rank {rank} is not a member of the given process_group" in message
-        assert "only on the ranks of that group" in message
 
 
 # --------------------------------------------------------------------------------- failures
@@ -356,55 +555,3 @@ def test_a_rank_that_dies_makes_the_others_raise_and_name_the_operation(
         assert kind == "RuntimeError", message
         assert name in message
         assert seconds < TIMEOUT / 2 + 1
-
-
-def _by_collectives() -> list[str]:
-    """The way that NCCL takes, over Gloo: the backend's own collectives, even and uneven."""
-    failures = []
-    comm = connect(None)
-    assert isinstance(comm, GroupComm)
-    rank, size = comm.group_rank, comm.world_size
-    with mock.patch.object(GroupComm, "_exchanges", return_value=False):
-        for lengths in ([128] * size, [64 * number for number in range(size)]):
-            cuts = [0, *accumulate(lengths)]
-            own = slice(cuts[rank], cuts[rank + 1])
-            expected = torch.arange(cuts[-1], dtype=torch.float32)
-            buffer = torch.zeros(cuts[-1])
-            buffer[own] = expected[own]
-            comm.all_gather(buffer, cuts).wait()
-            if not torch.equal(buffer, expected):
-                failures.append(f"all_gather of {lengths}")
-            out = torch.full((lengths[rank],), float("nan"))
-            comm.reduce_scatter(expected * (rank + 1), cuts, out).wait()
-            if not torch.equal(out, expected[own] * (size * (size + 1) // 2)):
-                failures.append(f"reduce_scatter of {lengths}")
-        for layout in ("sliced", "whole"):
-            torch.manual_seed(rank)
-            model = nn.Sequential(nn.Linear(96, 70), nn.ReLU(), nn.Linear(70, 30))
-            plain = copy.deepcopy(model)
-            for param in plain.parameters():
-                dist.broadcast(param.data, src=0)
-            opt = ZeroRedundancyOptimizer(
-                model.parameters(), torch.optim.AdamW, module=model, layout=layout, lr=0.01
-            )
-            reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-            for step in range(5):
-                torch.manual_seed(10 * step + rank)
-                x = torch.randn(8, 96)
-                for each, optimizer in ((model, opt), (plain, reference)):
-                    each(x).square().mean().backward()
-                    if each is plain:
-                        for param in plain.parameters():
-                            dist.all_reduce(param.grad)
-                            param.grad /= size
-                    optimizer.step()
-                    optimizer.zero_grad()
-            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-                if not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
-                    failures.append(f"training with layout {layout}")
-    return failures
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_backends_own_collectives_give_the_same_results(world_size: int) -> None:
-    assert run_ranks(_by_collectives, world_size) == [[]] * world_size

@@ -15,6 +15,7 @@ from test_plan import spec_lists, world_sizes
 from torch import optim
 
 from shardstep.layouts.cost import count, newton_schulz, step_cost
+from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.plan import ParamSpec, ShardPlan, share
 
 
@@ -23,8 +24,8 @@ from shardstep.plan import ParamSpec, ShardPlan, share
 def test_what_is_known_of_muon_is_what_is_counted(
     shape: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    counted = count(optim.Muon, options, {}, shape)
-    assert counted == step_cost(optim.Muon, options, {}, shape) > 0
+    recipe = OptimizerRecipe(optim.Muon, options)
+    assert count(recipe, shape) == step_cost(recipe, shape) > 0
 
 
 class Declares(optim.SGD):
@@ -41,11 +42,11 @@ class Asks(optim.SGD):
 
 
 def test_what_is_not_known_costs_nothing_and_what_is_declared_counts() -> None:
-    assert step_cost(Declares, {"lr": 0.1}, {}, (30, 7)) == 75
-    assert step_cost(partial(Declares, lr=0.1), {}, {}, (30, 7)) == 75
-    assert step_cost(Asks, {"lr": 0.1}, {}, (30, 7)) == 0
-    assert step_cost(optim.AdamW, {}, {}, (30, 7)) == 0
-    assert step_cost(optim.Muon, {}, {}, (30,)) == 0
+    assert step_cost(OptimizerRecipe(Declares, {"lr": 0.1}), (30, 7)) == 75
+    assert step_cost(OptimizerRecipe(partial(Declares, lr=0.1), {}), (30, 7)) == 75
+    assert step_cost(OptimizerRecipe(Asks, {"lr": 0.1}), (30, 7)) == 0
+    assert step_cost(OptimizerRecipe(optim.AdamW, {}), (30, 7)) == 0
+    assert step_cost(OptimizerRecipe(optim.Muon, {}), (30,)) == 0
 
 
 @st.composite
@@ -149,6 +150,6 @@ def test_a_costly_matrix_and_a_large_one_go_to_different_ranks() -> None:
 
 
 def test_muon_s_options_reach_the_count() -> None:
-    assert step_cost(optim.Muon, {}, {"ns_steps": 10}, (8, 8)) == 2 * step_cost(
-        optim.Muon, {"ns_steps": 5}, {}, (8, 8)
+    assert step_cost(OptimizerRecipe(optim.Muon, {}, {"ns_steps": 10}), (8, 8)) == 2 * step_cost(
+        OptimizerRecipe(optim.Muon, {"ns_steps": 5}), (8, 8)
     )

@@ -191,7 +191,7 @@ def _save(library: str, how: str, folder: Path, device: str) -> list[torch.Tenso
     params, opt = _start(library, device)
     train(opt, params, range(4))
     if how == "dcp":
-        dcp.save({"optim": opt}, checkpoint_id=folder)
+        dcp.save({"optim": checkpoint.Sharded(opt)}, checkpoint_id=folder)
     else:
         checkpoint.save(folder, opt)
     return [param.detach() for param in clones(params)]
@@ -206,7 +206,7 @@ def _load(
         for param, value in zip(params, values, strict=True):
             param.copy_(value)
     if how == "dcp":
-        dcp.load({"optim": opt}, checkpoint_id=folder)
+        dcp.load({"optim": checkpoint.Sharded(opt)}, checkpoint_id=folder)
     else:
         checkpoint.load(folder, opt)
     devices = set()

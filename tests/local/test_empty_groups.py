@@ -16,8 +16,14 @@ from torch.optim import Optimizer
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 from shardstep.layouts.choose import choose
-from shardstep.layouts.probe import probe
-from shardstep.local.empty_groups import filled, stand_in
+from shardstep.layouts.probe import Verdict
+from shardstep.layouts.probe import probe as probe_recipe
+from shardstep.layouts.recipe import OptimizerRecipe
+from shardstep.local.empty_groups import empty_param, fill_empty_groups
+
+
+def probe(cls: Any) -> Verdict:
+    return probe_recipe(OptimizerRecipe(cls))
 
 
 class LeavesEmptyOut(Optimizer):
@@ -87,11 +93,11 @@ CLASSES = {
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_the_probe_tells(cls: type[Optimizer]) -> None:
-    verdict = probe(cls, {}, {})
+    verdict = probe(cls)
     assert verdict.kind == CLASSES[cls]
-    assert verdict.filled == (verdict.kind != "coupled")
-    assert verdict.filled == ("tensor without elements in empty groups" in str(verdict))
-    assert not probe(optim.AdamW, {}, {}).filled
+    assert verdict.fill_empty_groups == (verdict.kind != "coupled")
+    assert verdict.fill_empty_groups == ("with placeholders in empty groups" in str(verdict))
+    assert not probe(optim.AdamW).fill_empty_groups
 
 
 class LeavesEmptyOutOfWide(LeavesEmptyOut):
@@ -107,13 +113,13 @@ class LeavesEmptyOutOfWide(LeavesEmptyOut):
 def test_one_dtype_that_needs_it_is_enough() -> None:
     params = [torch.ones(2, dtype=d, requires_grad=True) for d in (torch.float32, torch.bfloat16)]
     for order in (params, params[::-1]):
-        choice = choose("auto", LeavesEmptyOutOfWide, {}, {}, order, world_size=2)
+        choice = choose("auto", OptimizerRecipe(LeavesEmptyOutOfWide), order, world_size=2)
         assert choice.verdict is not None
-        assert choice.verdict.filled
+        assert choice.verdict.fill_empty_groups
 
 
 def test_what_differs_in_a_group_is_named() -> None:
-    assert "kept" in (found := str(probe(Keeps, {}, {}))), found
+    assert "kept" in (found := str(probe(Keeps))), found
 
 
 class Keeps(LeavesEmptyOut):
@@ -124,7 +130,7 @@ class Keeps(LeavesEmptyOut):
 
 
 def test_so_is_what_is_kept_in_another_order() -> None:
-    verdict = probe(KeepsInAnotherOrder, {}, {})
+    verdict = probe(KeepsInAnotherOrder)
     assert verdict.kind == "coupled"
     assert "'late'" in str(verdict)
 
@@ -156,9 +162,9 @@ class Wraps(LeavesEmptyOut):
 
 
 def test_nothing_is_left_in_an_optimizer_inside() -> None:
-    assert probe(Wraps, {}, {}).kind == "coupled"
+    assert probe(Wraps).kind == "coupled"
     opt = Wraps([{"params": [nn.Parameter(torch.ones(2))]}, {"params": []}])
-    with filled(opt, {1: stand_in(torch.ones(2), torch.float32, has_gradient=True)}):
+    with fill_empty_groups(opt, {1: empty_param(torch.ones(2), torch.float32, has_gradient=True)}):
         opt.step()
         assert opt.inside.state
     assert not opt.inside.state
@@ -290,7 +296,7 @@ def refuse_a_group() -> None:
     with pytest.raises(ValueError, match="needs the same on every rank"):
         opt.add_param_group({"params": more.parameters(), "lr": 0.1 + dist.get_rank()})
     train(net, opt, range(2))
-    assert str(opt.report()).count("since LeavesEmptyOut was tried") == 2
+    assert str(opt.report()).count("sliced tensors: LeavesEmptyOut updates") == 2
     opt.add_param_group({"params": more.parameters(), "lr": 0.3})
     train(net, opt, range(2, 4))
     assert [group["step"] for group in opt.param_groups] == [4, 4, 2]

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 from shardstep.layouts.probe import probe
+from shardstep.layouts.recipe import OptimizerRecipe
 
 
 class Averaged(optim.Optimizer):
@@ -318,21 +319,21 @@ def pass_it_on(folder: Path) -> None:
     net = Net()
     opt: Any = ZeroRedundancyOptimizer(net.named_parameters(), PassesItOn, lr=0.1, momentum=0.9)
     use(net, opt, 0)
-    dcp.save({"opt": opt}, checkpoint_id=folder)
+    dcp.save({"opt": checkpoint.Sharded(opt)}, checkpoint_id=folder)
     other = ZeroRedundancyOptimizer(Net().named_parameters(), PassesItOn, lr=0.1, momentum=0.9)
-    dcp.load({"opt": other}, checkpoint_id=folder)
+    dcp.load({"opt": checkpoint.Sharded(other)}, checkpoint_id=folder)
     opt.eval()
 
 
 def test_a_class_may_fail_to_turn_and_still_step(tmp_path: Path) -> None:
-    assert probe(PassesItOn, {"lr": 0.1}, {}).kind == "element-wise"
+    assert probe(OptimizerRecipe(PassesItOn, {"lr": 0.1})).kind == "element-wise"
     match = "no attribute 'inside'"
     raises_on_every_rank(pass_it_on, 2, (AttributeError, RuntimeError), tmp_path, match=match)
 
 
 @pytest.mark.parametrize("cls", [MeansSomethingElse, WantsToBeToldMore])
 def test_a_class_may_mean_something_else_by_these_names(cls: type[optim.Optimizer]) -> None:
-    assert probe(cls, {"lr": 0.1}, {}).kind == "element-wise"
+    assert probe(OptimizerRecipe(cls, {"lr": 0.1})).kind == "element-wise"
     opt = ZeroRedundancyOptimizer(Net().parameters(), cls, lr=0.1)
     assert not hasattr(opt, "train")
     assert not hasattr(opt, "eval")
@@ -365,8 +366,8 @@ def go_on_from(folder: Path, way: str) -> list[list[torch.Tensor]]:
         use(net, opt, step)
     opt.eval()
     if way == "dcp":
-        dcp.save({"opt": opt, "net": net}, checkpoint_id=folder)
-        dcp.load({"opt": other, "net": fresh}, checkpoint_id=folder)
+        dcp.save({"opt": checkpoint.Sharded(opt), "net": net}, checkpoint_id=folder)
+        dcp.load({"opt": checkpoint.Sharded(other), "net": fresh}, checkpoint_id=folder)
     else:
         checkpoint.save(folder / "step", opt, net)
         checkpoint.load(folder / "step", other, fresh)

@@ -99,7 +99,7 @@ def save_mixture(root: Path) -> Any:
     model, opt = mixture()
     steps(model, opt, range(3))
     ckpt.save(root / "native", opt, model)
-    dcp.save({"model": model, "optim": opt}, checkpoint_id=root / "dcp")
+    dcp.save({"model": model, "optim": ckpt.Sharded(opt)}, checkpoint_id=root / "dcp")
     return from_rank_0(opt), copies(model.parameters())
 
 
@@ -111,7 +111,7 @@ def go_on_with_mixture(root: Path, way: str, saved: Any) -> list[int]:
     if way == "native":
         ckpt.load(root / "native", opt, model)
     elif way == "dcp":
-        dcp.load({"model": model, "optim": opt}, checkpoint_id=root / "dcp")
+        dcp.load({"model": model, "optim": ckpt.Sharded(opt)}, checkpoint_id=root / "dcp")
     else:
         opt.load_state_dict(saved[0])
         for param, value in zip(model.parameters(), saved[1], strict=True):

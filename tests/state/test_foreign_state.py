@@ -249,9 +249,9 @@ def _through_files(folder: Path, how: str, saving: bool) -> tuple[Any, list[torc
         train(opt, params, range(5))
     with mock.patch("shardstep.checkpoint.read.WRAPPING_PACKAGES", (Coded.__module__,)):
         if how == "dcp" and saving:
-            dcp.save({"optim": opt}, checkpoint_id=folder)
+            dcp.save({"optim": checkpoint.Sharded(opt)}, checkpoint_id=folder)
         elif how == "dcp":
-            dcp.load({"optim": opt}, checkpoint_id=folder)
+            dcp.load({"optim": checkpoint.Sharded(opt)}, checkpoint_id=folder)
         elif saving:
             checkpoint.save(folder, opt)
         else:

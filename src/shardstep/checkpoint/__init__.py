@@ -11,8 +11,7 @@ from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.load import Loaded, load
 from shardstep.checkpoint.offline.dicts import state_dict, verify, weights
 from shardstep.checkpoint.offline.export import export
-from shardstep.checkpoint.offline.foreign import import_file
-from shardstep.checkpoint.offline.importing import import_state_dict
+from shardstep.checkpoint.offline.imports import import_file, import_state_dict
 from shardstep.checkpoint.offline.reshard import reshard
 from shardstep.checkpoint.offline.summary import is_checkpoint, listing, summary
 from shardstep.checkpoint.save import AsyncSave, async_save, save

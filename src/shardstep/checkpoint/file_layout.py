@@ -1,4 +1,4 @@
-"""Which tensor goes into which file, whoever writes it: ranks that save, or one process for all."""
+"""Assigning tensors to files, for ranks that save and for one process that writes for all."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
+from shardstep.checkpoint.files import MAX_JSON_NBYTES
 from shardstep.checkpoint.format import CONTENTS, Chunk, Contents, Stored, Tree, to_json
 from shardstep.checkpoint.safetensors import Source
-from shardstep.checkpoint.staging import MAX_JSON_NBYTES
 from shardstep.plan import Box, Holding
 from shardstep.state.tree import Leaf, encode, leaves
 
@@ -21,33 +21,41 @@ HF_INDEX = "model.safetensors.index.json"
 
 
 class FileLayout:
-    """Which tensor goes into which file; what is written here is kept, the rest only named.
+    """The files of a checkpoint. Every process names all of them, and fills those it writes.
 
     Args:
-        world_size: number of ranks that the files are cut for.
-        here: whose files are written here.
+        world_size: number of ranks that write files.
+        own_ranks: the ranks whose files this process writes.
 
     Attributes:
-        own: the files that are written here, with the tensors in each.
+        own_files: the tensors in each file that this process writes.
     """
 
-    def __init__(self, world_size: int, here: Container[int]) -> None:
+    def __init__(self, world_size: int, own_ranks: Container[int]) -> None:
         self.world_size = world_size
-        self._here = here
-        self.own: dict[str, dict[str, Source]] = {}
+        self._own_ranks = own_ranks
+        self.own_files: dict[str, dict[str, Source]] = {}
 
-    def put(self, kind: str, group_rank: int, key: str, box: Box, tensor: Source | None) -> Chunk:
-        """Note where a chunk goes, and keep it if it is written here."""
-        alone = self.world_size == 1 or kind == "extra"
-        number = "" if alone else f"-{group_rank + 1:05}-of-{self.world_size:05}"
+    def add_chunk(
+        self, kind: str, group_rank: int, key: str, box: Box, tensor: Source | None
+    ) -> Chunk:
+        """Assign a chunk to a rank's file, and keep its tensor if this process writes the file."""
+        single = self.world_size == 1 or kind == "extra"
+        number = "" if single else f"-{group_rank + 1:05}-of-{self.world_size:05}"
         file = f"{kind}{number}.safetensors"
-        if group_rank in self._here:
+        if group_rank in self._own_ranks:
             assert tensor is not None
-            self.own.setdefault(file, {})[key] = tensor
+            self.own_files.setdefault(file, {})[key] = tensor
         return Chunk(file, key, box)
 
-    def tree(self, name: str, value: Any) -> Tree:
-        """A value that rank 0 writes for all."""
+    def add_whole(self, kind: str, group_rank: int, key: str, tensor: Source) -> Stored:
+        """Assign a tensor, in one chunk, to a rank's file."""
+        shape = tuple(tensor.shape)
+        chunk = self.add_chunk(kind, group_rank, key, Box.whole(shape), tensor)
+        return Stored(tensor.dtype, shape, (chunk,))
+
+    def add_value(self, name: str, value: Any) -> Tree:
+        """Assign a nested value to rank 0."""
         try:
             node, tensors = encode(value, name)
         except TypeError as error:
@@ -57,24 +65,26 @@ class FileLayout:
         stored = {}
         for number, (leaf, tensor) in enumerate(zip(leaves(node), tensors, strict=True)):
             if leaf.data is None:
-                box = Box.whole(leaf.shape)
-                chunk = self.put("extra", 0, value_key(name, number, leaf), box, tensor)
-                stored[number] = Stored(leaf.dtype, leaf.shape, (chunk,))
+                stored[number] = self.add_whole("extra", 0, value_key(name, number, leaf), tensor)
         return Tree(node, stored)
 
 
 def value_key(name: str, number: int, leaf: Leaf) -> str:
-    """What a tensor of a value that rank 0 writes is called in its file."""
+    """Return the key of a tensor of a value that rank 0 writes."""
     return f"{name}.{number}:{leaf.path}"
 
 
 def state_key(param: int, number: int, name: str, leaf: Leaf, box: Box) -> str:
-    """What a chunk of a parameter's state is called in its file."""
+    """Return the key of a chunk of a parameter's state."""
     return f"{param}.{number}:{name}:{leaf.path}@{list(box.offsets)}"
 
 
 def holders_of(held: Sequence[Holding]) -> dict[int, list[int]]:
-    """Which ranks hold some of each parameter, given what each rank holds."""
+    """Return the ranks that hold a part of each parameter.
+
+    Args:
+        held: the intervals that each rank holds.
+    """
     holders: dict[int, list[int]] = {}
     for rank, holding in enumerate(held):
         for param in holding:
@@ -88,18 +98,20 @@ class _Sized(Protocol):
         """Bytes of its elements."""
 
 
-def deal(tensors: Mapping[str, _Sized], from_first: set[str], world_size: int) -> dict[str, int]:
-    """Which rank sees to which tensor, so that all have about equally many bytes.
+def assign_owners(
+    tensors: Mapping[str, _Sized], of_rank_0: Container[str], world_size: int
+) -> dict[str, int]:
+    """Return which rank writes or reads each replicated tensor, balanced by bytes.
 
     Args:
-        tensors: what every rank has.
-        from_first: those that ranks may have in their own versions; rank 0's counts.
+        tensors: the tensors, which every rank has.
+        of_rank_0: names of tensors that may differ between ranks. Rank 0 owns these.
         world_size: number of ranks.
     """
     loads = [(0, rank) for rank in range(world_size)]
     owner = {}
     for name in sorted(tensors, key=lambda name: -tensors[name].nbytes):
-        if name in from_first:
+        if name in of_rank_0:
             owner[name] = 0
             continue
         load, rank = loads[0]
@@ -108,29 +120,29 @@ def deal(tensors: Mapping[str, _Sized], from_first: set[str], world_size: int) -
     return {name: owner[name] for name in tensors}
 
 
-def texts_of(contents: Contents) -> dict[str, str]:
-    """The files of text that belong to these contents."""
+def json_files(contents: Contents) -> dict[str, str]:
+    """Return the text of the JSON files for these contents, by file name."""
     texts = {CONTENTS: to_json(contents)}
     if len(texts[CONTENTS]) > MAX_JSON_NBYTES:
         raise ValueError(
-            f"what is in the checkpoint would take {len(texts[CONTENTS]):,} bytes of text to "
-            "describe, which is more than is read back; keep large things in tensors"
+            f"{CONTENTS} would have {len(texts[CONTENTS]):,} bytes, but at most "
+            f"{MAX_JSON_NBYTES:,} are read; keep large values in tensors"
         )
     if contents.model is not None:
-        where = {name: stored.chunks[0].file for name, stored in contents.model.tensors.items()}
-        if set(where.values()) - {WEIGHTS}:
+        file_of = {name: stored.chunks[0].file for name, stored in contents.model.tensors.items()}
+        if set(file_of.values()) - {WEIGHTS}:
             total = sum(stored.nbytes for stored in contents.model.tensors.values())
-            texts[HF_INDEX] = hf_index(where, total)
+            texts[HF_INDEX] = hf_index(file_of, total)
     return texts
 
 
 def hf_index(file_of: Mapping[str, str], nbytes: int) -> str:
-    """The index that Hugging Face's loaders look for beside several files of weights."""
+    """Return the index that Hugging Face's loaders need for several files of weights."""
     return json.dumps({"metadata": {"total_size": nbytes}, "weight_map": dict(file_of)}, indent=2)
 
 
 def made_by(world_size: int) -> dict[str, Any]:
-    """What writes the checkpoint, and for how many ranks."""
+    """Return the versions that write the checkpoint, and the number of ranks."""
     from shardstep import __version__
 
     return {

@@ -1,29 +1,37 @@
-"""What is in a checkpoint: names, shapes and where bytes lie, as JSON that is checked when read.
+"""`contents.json`: names, shapes and where each tensor is stored, validated when it is read.
 
-All is keyed by the parameter's name and its logical shape. A tensor is stored in chunks, each a box
-of it in some file; which rank wrote a file, and how many there were, plays no role. The
-structure of the state is what `tree.encode` makes of it. Tensors of a few bytes are in the text.
+Everything is keyed by a parameter's name and its logical shape. A tensor is stored in chunks, each
+a box of it in some file. Which rank wrote a file plays no role. `state.tree.encode` describes
+nested values, and keeps tensors of a few bytes in the text.
+
+A master is stored as the first entry of its parameter's state, so resharding and listing treat it
+as state. In dicts and in the optimizer the two are apart: an optimizer may take any key it finds in
+its state for its own.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.safetensors import MAX_HEADER_NBYTES, Digest
-from shardstep.checkpoint.staging import Manifest, check, read_json
+from shardstep.checkpoint.files import Digest, check_file, read_json
+from shardstep.checkpoint.manifest import Manifest
+from shardstep.checkpoint.safetensors import MAX_HEADER_NBYTES
 from shardstep.plan import Box, overlap
 from shardstep.state.limits import is_counts, is_sizes
 from shardstep.state.tree import Node, dtype_named, leaves, name_of
 
+K = TypeVar("K")
+
 CONTENTS = "contents.json"
+MASTER = "shardstep.master"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A value: its structure, and those of its tensors that are in files, by their number."""
+    """A nested value: its structure, and its tensors that are in files, by leaf number."""
 
     node: Node
     stored: dict[int, Stored]
@@ -65,9 +73,9 @@ class SavedParam:
         name: its name.
         shape: its logical shape.
         dtype: its dtype.
-        trainable: whether it trained.
+        trainable: whether it required a gradient.
         state: its state, if it has any.
-        per_element: for each tensor of the state, whether it has a value for each element.
+        per_element: for each tensor of the state, whether it has the parameter's shape.
     """
 
     name: str
@@ -83,82 +91,110 @@ class SavedOptimizer:
     """The optimizer.
 
     Attributes:
-        kind: its class; None if it is not known.
-        positional: whether parameters have no names of their own, only numbers.
+        class_name: its class; None if unknown.
+        positional: whether parameters are known by number only.
         stepped: whether it ever took a step.
         params: its parameters, in order.
-        groups: for each group, the names of its parameters and its options.
-        loose: state that belongs to no parameter.
-        beside: what the class keeps beside its state and groups.
-        rounded: how many steps were rounded stochastically.
+        groups: the parameter names and the options of each group.
+        global_state: state that belongs to no parameter.
+        extra_entries: what else the class has in its state dict.
+        rounding_step: the number of steps that were rounded stochastically.
     """
 
-    kind: str | None
+    class_name: str | None
     positional: bool
     stepped: bool
     params: tuple[SavedParam, ...]
     groups: tuple[tuple[tuple[str, ...], Tree], ...]
-    loose: Tree
-    beside: Tree
-    rounded: int = 0
+    global_state: Tree
+    extra_entries: Tree
+    rounding_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """The model's tensors, which of its names mean the same tensor, and what else it keeps."""
+    """The model's tensors, further names of the same tensors, and its extra state."""
 
     tensors: dict[str, Stored]
     aliases: dict[str, str]
-    rest: Tree
+    extra_state: Tree
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds; parts that were not saved are None."""
+    """Everything in a checkpoint. Parts that were not saved are None."""
 
     optimizer: SavedOptimizer | None = None
     model: SavedModel | None = None
     extra: Tree | None = None
     made_by: dict[str, Any] = field(default_factory=dict)
 
-    def tensors(self) -> Iterable[tuple[str, Stored]]:
-        """Every tensor in files, with a name to speak of it by."""
+    def trees(self) -> Iterator[tuple[str, str, Tree]]:
+        """Yield the kind of every nested value, its owner as in " of 'weight'", and the value."""
         if self.optimizer is not None:
             for param in self.optimizer.params:
-                for path, stored in _named(param.state):
-                    yield f"optimizer state {path!r} of {param.name!r}", stored
+                if param.state is not None:
+                    yield "optimizer state", f" of {param.name!r}", param.state
             for number, (_, options) in enumerate(self.optimizer.groups):
-                for path, stored in _named(options):
-                    yield f"option {path!r} of group {number}", stored
-            for tree in (self.optimizer.loose, self.optimizer.beside):
-                for path, stored in _named(tree):
-                    yield f"optimizer state {path!r}", stored
+                yield "option", f" of group {number}", options
+            yield "optimizer state", "", self.optimizer.global_state
+            yield "optimizer state", "", self.optimizer.extra_entries
         if self.model is not None:
-            for name, stored in self.model.tensors.items():
-                yield f"model tensor {name!r}", stored
-            for path, stored in _named(self.model.rest):
-                yield f"model state {path!r}", stored
-        for path, stored in _named(self.extra):
-            yield f"extra {path!r}", stored
+            yield "model state", "", self.model.extra_state
+        if self.extra is not None:
+            yield "extra", "", self.extra
+
+    def tensors(self) -> Iterator[tuple[str, Stored]]:
+        """Yield every tensor in files, with a description for messages."""
+        for kind, owner, tree in self.trees():
+            paths = [leaf.path for leaf in leaves(tree.node)]
+            for number, stored in tree.stored.items():
+                yield f"{kind} {paths[number]!r}{owner}", stored
+        for name, stored in self.model.tensors.items() if self.model is not None else ():
+            yield f"model tensor {name!r}", stored
 
 
-def _named(tree: Tree | None) -> Iterable[tuple[str, Stored]]:
-    if tree is not None:
-        paths = [leaf.path for leaf in leaves(tree.node)]
-        for number, stored in tree.stored.items():
-            yield paths[number], stored
+# --------------------------------------------------------------------------------- masters
 
 
-# ------------------------------------------------------------------------------------ to text
+def attach_masters(states: Mapping[K, Any], masters: Mapping[K, torch.Tensor]) -> dict[K, Any]:
+    """Return state by parameter that includes each parameter's master."""
+    attached = {key: {MASTER: master, **states.get(key, {})} for key, master in masters.items()}
+    return {**states, **attached}
+
+
+def split_masters(states: Mapping[K, Any]) -> tuple[dict[K, Any], dict[K, torch.Tensor]]:
+    """Return state and masters by parameter. A parameter with only a master has no state."""
+    masters = {key: state[MASTER] for key, state in states.items() if MASTER in state}
+    alone = {
+        key: {name: value for name, value in state.items() if name != MASTER}
+        for key, state in states.items()
+    }
+    return {key: state for key, state in alone.items() if state or key not in masters}, masters
+
+
+def master_of(state: Tree | None) -> Stored | None:
+    """Return where a parameter's master is stored, if it has one."""
+    if state is None or not state.node[1] or state.node[1][0][0] != MASTER:
+        return None
+    return state.stored.get(0)
+
+
+def own_entries(node: Node) -> list[Node]:
+    """Return the entries of a parameter's state without its master."""
+    return [item for key, item in node[1] if key != MASTER]
+
+
+# --------------------------------------------------------------------------------- to JSON
 
 
 def to_json(contents: Contents) -> str:
-    """The text of `contents.json`."""
+    """Return the text of `contents.json`."""
     optimizer, model = contents.optimizer, contents.model
-    said: dict[str, Any] = {"made_by": contents.made_by}
+    data: dict[str, Any] = {"made_by": contents.made_by}
     if optimizer is not None:
-        said["optimizer"] = {
-            "class": optimizer.kind,
+        data["optimizer"] = {
+            "class": optimizer.class_name,
             "positional": optimizer.positional,
             "stepped": optimizer.stepped,
             "params": [
@@ -167,37 +203,33 @@ def to_json(contents: Contents) -> str:
                     "shape": list(param.shape),
                     "dtype": name_of(param.dtype),
                     "trainable": param.trainable,
-                    "state": _tree_out(param.state),
+                    "state": None if param.state is None else _tree_to_json(param.state),
                     "per_element": list(param.per_element),
                 }
                 for param in optimizer.params
             ],
-            "groups": [[list(names), _tree_out(options)] for names, options in optimizer.groups],
-            "loose": _tree_out(optimizer.loose),
-            "beside": _tree_out(optimizer.beside),
-            "rounded": optimizer.rounded,
+            "groups": [[list(names), _tree_to_json(tree)] for names, tree in optimizer.groups],
+            "loose": _tree_to_json(optimizer.global_state),
+            "beside": _tree_to_json(optimizer.extra_entries),
+            "rounded": optimizer.rounding_step,
         }
     if model is not None:
-        said["model"] = {
-            "tensors": {name: _stored_out(stored) for name, stored in model.tensors.items()},
+        data["model"] = {
+            "tensors": {name: _stored_to_json(stored) for name, stored in model.tensors.items()},
             "aliases": model.aliases,
-            "rest": _tree_out(model.rest),
+            "rest": _tree_to_json(model.extra_state),
         }
     if contents.extra is not None:
-        said["extra"] = _tree_out(contents.extra)
-    return json.dumps(said)
+        data["extra"] = _tree_to_json(contents.extra)
+    return json.dumps(data)
 
 
-def _tree_out(tree: Tree | None) -> Any:
-    if tree is None:
-        return None
-    return {
-        "node": tree.node,
-        "stored": {str(number): _stored_out(stored) for number, stored in tree.stored.items()},
-    }
+def _tree_to_json(tree: Tree) -> Any:
+    stored = {str(number): _stored_to_json(stored) for number, stored in tree.stored.items()}
+    return {"node": tree.node, "stored": stored}
 
 
-def _stored_out(stored: Stored) -> Any:
+def _stored_to_json(stored: Stored) -> Any:
     return {
         "dtype": name_of(stored.dtype),
         "shape": list(stored.shape),
@@ -208,190 +240,191 @@ def _stored_out(stored: Stored) -> Any:
     }
 
 
-# ---------------------------------------------------------------------------------- from text
+# ------------------------------------------------------------------------------- from JSON
 
 
 def read_contents(path: Path, manifest: Manifest) -> Contents:
-    """Read and check what a checkpoint says it holds.
+    """Read and validate `contents.json`.
 
     Raises:
-        CheckpointError: if it is damaged, or describes what cannot be.
+        CheckpointError: if it is damaged, or describes something impossible.
     """
     if CONTENTS not in manifest.files:
         raise CheckpointError(f"{path}: its list of files lacks {CONTENTS}")
-    check(path, CONTENTS, manifest.files[CONTENTS])
-    return Reader(path / CONTENTS, manifest.files).contents(read_json(path / CONTENTS))
+    check_file(path / CONTENTS, manifest.files[CONTENTS])
+    return _Parser(path / CONTENTS, manifest.files).contents(read_json(path / CONTENTS))
 
 
-class Reader:
-    """Takes contents from JSON, believing nothing.
+class _Parser:
+    """A parser of contents that trusts nothing.
 
     Args:
         path: the file, for messages.
-        files: the files that tensors may lie in.
+        files: the files that may hold tensors.
     """
 
     def __init__(self, path: Path, files: Mapping[str, Digest]) -> None:
         self._path = path
         self._files = files
-        self._claimed: dict[str, dict[str, int]] = {}
+        self._claimed: dict[str, dict[str, int]] = {}  # bytes by file and key
 
-    def contents(self, said: Any) -> Contents:
-        """All of it."""
+    def contents(self, data: Any) -> Contents:
         try:
-            optimizer, model, extra = (said.get(key) for key in ("optimizer", "model", "extra"))
+            optimizer, model, extra = (data.get(key) for key in ("optimizer", "model", "extra"))
             contents = Contents(
                 None if optimizer is None else self._optimizer(optimizer),
                 None if model is None else self._model(model),
                 None if extra is None else self._tree(extra),
-                dict(said.get("made_by", {})),
+                dict(data.get("made_by", {})),
             )
-            self._check_files()
+            self._check_lengths()
             return contents
         except CheckpointError:
             raise
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            IndexError,
-            RecursionError,
-        ) as error:
-            said = f"{type(error).__name__}: {error}"
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}"
             raise CheckpointError(
-                f"{self._path}: does not describe a checkpoint ({said[:300]})"
+                f"{self._path}: does not describe a checkpoint ({reason[:300]})"
             ) from error
 
-    def _check_files(self) -> None:
-        """Make sure that files are as long as what is said to be in them.
+    def _require(self, holds: bool, problem: str) -> None:
+        if not holds:
+            raise CheckpointError(f"{self._path}: {problem}; the checkpoint is damaged")
 
-        A file may be long without taking any room on the disk: it is not read on its own word.
-        """
+    def _check_lengths(self) -> None:
+        """Compare files with their tensors. A sparse file is long and takes no disk space."""
         for file, keys in self._claimed.items():
-            rest = self._files[file].nbytes - sum(keys.values()) - 8
-            if not 0 <= rest <= MAX_HEADER_NBYTES:
-                raise self._bad(
-                    f"the tensors in {file} take {sum(keys.values()):,} bytes, but the file has "
-                    f"{self._files[file].nbytes:,}"
-                )
+            claimed, nbytes = sum(keys.values()), self._files[file].nbytes
+            self._require(
+                0 <= nbytes - claimed - 8 <= MAX_HEADER_NBYTES,
+                f"the tensors in {file} take {claimed:,} bytes, but the file has {nbytes:,}",
+            )
 
-    def _optimizer(self, said: Any) -> SavedOptimizer:
-        params = tuple(self._param(each) for each in said["params"])
+    def _optimizer(self, data: Any) -> SavedOptimizer:
+        params = tuple(self._param(each) for each in data["params"])
         groups = []
         grouped: list[str] = []
-        for listed, options in said["groups"]:
-            if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-                raise self._bad("a group is not a list of parameters")
-            grouped += listed
-            groups.append((tuple(listed), self._dict(options, {"params", "param_names"})))
-        if grouped != [param.name for param in params] or len(set(grouped)) != len(grouped):
-            raise self._bad("its groups are not made up of its parameters, each of them once")
-        if not isinstance(said["class"], str | None):
-            raise self._bad("the class of the optimizer is not a name")
+        for names, options in data["groups"]:
+            self._require(
+                isinstance(names, list) and all(isinstance(name, str) for name in names),
+                "a group is not a list of parameters",
+            )
+            grouped += names
+            groups.append((tuple(names), self._dict(options, {"params", "param_names"})))
+        self._require(
+            grouped == [param.name for param in params] and len(set(grouped)) == len(grouped),
+            "its groups do not list each of its parameters once",
+        )
+        class_name, global_state = data["class"], self._dict(data["loose"])
+        self._require(
+            isinstance(class_name, str | None), "the class of the optimizer is not a name"
+        )
+        self._require(
+            all(isinstance(key, str) for key, _ in global_state.node[1]),
+            "state of no parameter has a number for a key",
+        )
+        rounding_step = data["rounded"]
+        self._require(is_counts([rounding_step]), "the number of rounded steps is not a count")
         return SavedOptimizer(
-            said["class"],
-            self._bool(said["positional"]),
-            self._bool(said["stepped"]),
+            class_name,
+            self._bool(data["positional"]),
+            self._bool(data["stepped"]),
             params,
             tuple(groups),
-            self._global_state(said["loose"]),
-            self._dict(said["beside"], {"state", "param_groups"}),
-            self._count(said["rounded"]),
+            global_state,
+            self._dict(data["beside"], {"state", "param_groups"}),
+            rounding_step,
         )
 
-    def _global_state(self, said: Any) -> Tree:
-        tree = self._dict(said)
-        if not all(isinstance(key, str) for key, _ in tree.node[1]):
-            raise self._bad("state of no parameter is under a number, as if it were of one")
-        return tree
-
-    def _dict(self, said: Any, but: Container[str] = ()) -> Tree:
-        """A value that has to be a dict, without certain keys."""
-        tree = self._tree(said)
-        if tree.node[0] != "dict" or any(key in but for key, _ in tree.node[1]):
-            raise self._bad("something is not the dict that it should be")
-        return tree
-
-    def _count(self, said: Any) -> int:
-        if not is_counts([said]):
-            raise self._bad(f"it says {said!r:.100} where only a number can be")
-        return int(said)
-
-    def _bool(self, said: Any) -> bool:
-        if not isinstance(said, bool):
-            raise self._bad(f"it says {said!r:.100} where only true or false can be")
-        return said
-
-    def _param(self, said: Any) -> SavedParam:
-        name, shape = said["name"], said["shape"]
-        if not isinstance(name, str) or not is_sizes(shape):
-            raise self._bad("it describes a parameter without a name or with an impossible shape")
-        state = None if said["state"] is None else self._dict(said["state"])
-        per_element = tuple(self._bool(each) for each in said["per_element"])
+    def _param(self, data: Any) -> SavedParam:
+        name, shape = data["name"], data["shape"]
+        self._require(
+            isinstance(name, str) and is_sizes(shape),
+            "a parameter has no name, or an impossible shape",
+        )
+        state = None if data["state"] is None else self._dict(data["state"])
+        per_element = tuple(self._bool(each) for each in data["per_element"])
         found = leaves(state.node) if state is not None else []
-        if len(per_element) != len(found):
-            raise self._bad(f"the state of parameter {name!r} is not described completely")
-        for leaf, divided in zip(found, per_element, strict=True):
-            if divided != (leaf.shape == tuple(shape)):
-                raise self._bad(
-                    f"state {leaf.path!r} of parameter {name!r} has shape {leaf.shape} and is said "
-                    f"{'' if divided else 'not '}to be per element, but the parameter has shape "
-                    f"{tuple(shape)}"
-                )
-        return SavedParam(
-            name,
-            tuple(shape),
-            dtype_named(said["dtype"]),
-            self._bool(said["trainable"]),
-            state,
-            per_element,
+        self._require(
+            len(per_element) == len(found),
+            f"the state of parameter {name!r} is not described completely",
         )
+        for leaf, divided in zip(found, per_element, strict=True):
+            self._require(
+                divided == (leaf.shape == tuple(shape)),
+                f"state {leaf.path!r} of parameter {name!r} has shape {leaf.shape} and is called "
+                f"{'' if divided else 'not '}per element, but the parameter has shape "
+                f"{tuple(shape)}",
+            )
+        dtype, trainable = dtype_named(data["dtype"]), self._bool(data["trainable"])
+        return SavedParam(name, tuple(shape), dtype, trainable, state, per_element)
 
-    def _model(self, said: Any) -> SavedModel:
-        tensors = {name: self._stored(each) for name, each in said["tensors"].items()}
-        aliases = said["aliases"]
-        if not isinstance(aliases, dict) or not all(other in tensors for other in aliases.values()):
-            raise self._bad("a name of the model stands for a tensor that is not there")
-        return SavedModel(tensors, aliases, self._dict(said["rest"]))
+    def _model(self, data: Any) -> SavedModel:
+        tensors = {name: self._stored(each) for name, each in data["tensors"].items()}
+        aliases = data["aliases"]
+        self._require(
+            isinstance(aliases, dict) and all(other in tensors for other in aliases.values()),
+            "a name of the model stands for a tensor that is not there",
+        )
+        return SavedModel(tensors, aliases, self._dict(data["rest"]))
 
-    def _tree(self, said: Any) -> Tree:
-        node = said["node"]
+    def _bool(self, data: Any) -> bool:
+        self._require(isinstance(data, bool), "a flag is neither true nor false")
+        return bool(data)
+
+    def _dict(self, data: Any, forbidden: Container[str] = ()) -> Tree:
+        tree = self._tree(data)
+        self._require(
+            tree.node[0] == "dict" and not any(key in forbidden for key, _ in tree.node[1]),
+            "a value is not a dict, or has a key that it must not have",
+        )
+        return tree
+
+    def _tree(self, data: Any) -> Tree:
+        node = data["node"]
         found = leaves(node)
-        stored = {int(number): self._stored(each) for number, each in said["stored"].items()}
+        stored = {int(number): self._stored(each) for number, each in data["stored"].items()}
         for number, leaf in enumerate(found):
             held = stored.get(number)
-            if (held is None) == (leaf.data is None):
-                raise self._bad(f"tensor {leaf.path!r} is in no file, or in one and in the text")
-            if held is not None and (held.dtype, held.shape) != (leaf.dtype, leaf.shape):
-                raise self._bad(f"tensor {leaf.path!r} is described in two different ways")
-        if len(stored) != sum(leaf.data is None for leaf in found):
-            raise self._bad("it has a tensor that belongs nowhere")
+            self._require(
+                (held is None) != (leaf.data is None),
+                f"tensor {leaf.path!r} is in no file, or in a file and in the text",
+            )
+            self._require(
+                held is None or (held.dtype, held.shape) == (leaf.dtype, leaf.shape),
+                f"tensor {leaf.path!r} has two different descriptions",
+            )
+        self._require(
+            len(stored) == sum(leaf.data is None for leaf in found),
+            "a tensor belongs to no value",
+        )
         return Tree(node, stored)
 
-    def _stored(self, said: Any) -> Stored:
-        dtype, shape = dtype_named(said["dtype"]), said["shape"]
-        if not is_sizes(shape):
-            raise self._bad("a tensor has an impossible shape")
-        chunks = []
-        for file, key, offsets, sizes in said["chunks"]:
-            if file not in self._files:
-                raise self._bad(f"a tensor lies in {file!r}, which is not a file of the checkpoint")
-            if not (isinstance(key, str) and is_counts(offsets) and is_sizes(sizes)):
-                raise self._bad(f"chunk {key!r:.100} has no name, or impossible offsets or sizes")
-            box = Box(tuple(offsets), tuple(sizes))
-            if not box.fits(shape):
-                raise self._bad(f"chunk {key!r:.100} reaches out of its tensor")
-            if key in self._claimed.setdefault(file, {}):
-                raise self._bad(f"chunk {key!r:.100} of {file} belongs to two tensors")
-            self._claimed[file][key] = box.numel * dtype.itemsize
-            chunks.append(Chunk(file, key, box))
-        # Chunks that do not overlap and together have as many elements as the tensor are all of it.
-        if sum(chunk.box.numel for chunk in chunks) != math.prod(shape):
-            raise self._bad("the chunks of a tensor are more or less than the tensor")
-        if overlap([chunk.box for chunk in chunks]) is not None:
-            raise self._bad(f"chunks of a tensor of shape {tuple(shape)} overlap")
-        return Stored(dtype, tuple(shape), tuple(chunks))
+    def _stored(self, data: Any) -> Stored:
+        dtype, shape = dtype_named(data["dtype"]), data["shape"]
+        self._require(is_sizes(shape), "a tensor has an impossible shape")
+        chunks = tuple(self._chunk(each, dtype, shape) for each in data["chunks"])
+        # Chunks that do not overlap and have as many elements as the tensor cover it.
+        self._require(
+            sum(chunk.box.numel for chunk in chunks) == math.prod(shape),
+            "the chunks of a tensor are more or less than the tensor",
+        )
+        self._require(
+            overlap([chunk.box for chunk in chunks]) is None,
+            f"chunks of a tensor of shape {tuple(shape)} overlap",
+        )
+        return Stored(dtype, tuple(shape), chunks)
 
-    def _bad(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {what}; the checkpoint is damaged")
+    def _chunk(self, data: Any, dtype: torch.dtype, shape: Sequence[int]) -> Chunk:
+        file, key, offsets, sizes = data
+        self._require(file in self._files, "a tensor is in a file that is not listed")
+        self._require(
+            isinstance(key, str) and is_counts(offsets) and is_sizes(sizes),
+            "a chunk has no name, or impossible offsets or sizes",
+        )
+        box = Box(tuple(offsets), tuple(sizes))
+        self._require(box.fits(shape), f"chunk {key!r:.100} reaches out of its tensor")
+        claimed = self._claimed.setdefault(file, {})
+        self._require(key not in claimed, f"chunk {key!r:.100} of {file} belongs to two tensors")
+        claimed[key] = box.numel * dtype.itemsize
+        return Chunk(file, key, box)

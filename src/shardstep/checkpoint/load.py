@@ -1,9 +1,9 @@
-"""Loading: every rank reads what it owns now, and nothing is changed before all have read it.
+"""`load`: every rank reads its shards, and nothing changes before all ranks have read.
 
-What is here is matched with what is there, by the descriptions alone. Then digests are checked,
-each file by one rank. Then each rank reads its pieces of the optimizer's state, and a share of the
-model's tensors, into fresh memory. Only when every rank has succeeded is anything installed: the
-state where it was read, the model's tensors by sending them round.
+The checkpoint is matched with optimizer and model from descriptions alone. Then digests are
+checked, each file by one rank. Then each rank reads its shards of the state and a share of the
+model's tensors into new memory. When every rank has succeeded, the state is installed and the
+model's tensors are broadcast.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import copy
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,19 +22,17 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.format import SavedParam, Stored
-from shardstep.checkpoint.mastered import split_masters
-from shardstep.checkpoint.match import Match, summary
-from shardstep.checkpoint.names import check_model
+from shardstep.checkpoint.format import SavedOptimizer, SavedParam, Stored, split_masters
+from shardstep.checkpoint.inputs import check_model, comm_of
+from shardstep.checkpoint.match import Match
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.write import comm_of
 from shardstep.comm import Comm
 from shardstep.comm.broadcast import broadcast
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import CLASS_KEY, MultiClass
-from shardstep.params.names import shorten_list
 from shardstep.params.storage import flat
 from shardstep.plan import Box, Interval, ParamSpec, boxes
+from shardstep.state.missing_state import warn_of_missing_state
 from shardstep.state.torch_dict import install
 from shardstep.state.tree import Leaf, wrappers
 
@@ -44,13 +42,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What came of a load.
+    """The result of a load.
 
     Attributes:
         path: the checkpoint.
-        extra: what was given as `extra` when it was saved.
-        missing: what is here and was not found in the checkpoint; it was left as it was.
-        unexpected: what is in the checkpoint and has no place here.
+        extra: the `extra` that was saved.
+        missing: names that were not found in the checkpoint; these were left as they were.
+        unexpected: names in the checkpoint that nothing here has.
     """
 
     path: Path
@@ -68,62 +66,59 @@ def load(
     names: Mapping[str, str] | None = None,
     verify: bool = True,
 ) -> Loaded:
-    """Load a checkpoint, saved at any world size and layout.
+    """Load a checkpoint that was saved at any world size and layout.
 
     Called on every rank of the optimizer's process group, or of the default group. If it raises, it
-    raises on every rank, and optimizer and model are as they were. (If a rank dies at the very end,
-    while the model's tensors are sent round, the model on the others may be old and new in parts.)
+    raises on every rank, and optimizer and model are unchanged. (If a rank dies at the very end,
+    while the model's tensors are broadcast, the model on other ranks may be partly new.)
 
     Args:
         path: the checkpoint; `latest(folder)` finds the newest.
         optimizer: the optimizer to load into, over the same parameters or some of them.
-        model: the model to load into, as it is or inside of DDP or torch.compile.
-        strict: whether everything here has to be in the checkpoint and the other way round. If
-            False, what was found is loaded, and the rest is said in the result and in a warning.
-        names: for parameters that are called otherwise in the checkpoint: from the name here to the
-            name there.
+        model: the model to load into, plain or inside DDP or torch.compile.
+        strict: whether everything here has to be in the checkpoint, and the other way round. If
+            False, what was found is loaded, and the result and a warning name the rest.
+        names: for parameters with other names in the checkpoint: from the name here to the name
+            there.
         verify: whether every file that is read is compared with its digest first.
 
     Returns:
-        The extra that was saved, and what was not found.
+        The extra that was saved, and the names that were not found.
 
     Raises:
         CheckpointError: if the checkpoint is damaged or does not fit.
-        TypeError: if `path`, `optimizer` or `model` is something else.
+        TypeError: if `path`, `optimizer` or `model` is of another type.
     """
     comm = comm_of(optimizer)
     what = f"loading {path}"
     if optimizer is not None:
-        optimizer._gather.land()
-    with _opened(comm, what, path, model) as checkpoint:
+        optimizer.shards.wait_for_params()
+    with _open_same(comm, what, path, model) as checkpoint:
         match = Match(checkpoint, comm, optimizer, model, strict, dict(names or {}))
-        # With what else decides on what is done together: a rank that is not told to verify would
-        # leave the others waiting.
+        # `verify` decides on collectives, so it has to agree too.
         if len(set(run_on_all_ranks(comm, what, lambda: f"{match.find()} {bool(verify)}"))) > 1:
             raise CheckpointError(
                 f"rank {comm.group_rank}: the ranks would load different parts of {path}; build "
-                "model and optimizer alike on all ranks, and give all the same arguments"
+                "the same model and optimizer on all ranks, and give all the same arguments"
             )
         if verify:
-            states = optimizer is not None or match.reads_masters
-            needed = _files_needed(checkpoint, states, model is not None)
-            mine = needed[comm.group_rank :: comm.world_size]
-            run_on_all_ranks(comm, what, lambda: checkpoint.verify(mine))
+            needed = _files_needed(match)[comm.group_rank :: comm.world_size]
+            run_on_all_ranks(comm, what, lambda: checkpoint.verify(needed))
         if optimizer is not None:
-            run_on_all_ranks(comm, what, lambda: optimizer._widen(match.given))
+            with_entries = match.params_with_entries()
+            run_on_all_ranks(comm, what, lambda: optimizer.shards.give_masters(with_entries))
         loading = _Loading(match)
         run_on_all_ranks(comm, what, loading.read)
         loading.install(what)
-    if comm.group_rank == 0:
-        _warn(match)
+    _warn(match)
     return Loaded(checkpoint.path, loading.extra, tuple(match.missing), tuple(match.unexpected))
 
 
-def _opened(
+def _open_same(
     comm: Comm, what: str, path: str | os.PathLike[str], model: torch.nn.Module | None
 ) -> Checkpoint:
-    """The checkpoint, if all ranks find the same and have a model for it. Called on every rank."""
-    found: list[Checkpoint] = []
+    """Open the checkpoint, and raise if the ranks find different ones. Called on every rank."""
+    found = []
 
     def open_it() -> str:
         check_model(model)
@@ -142,86 +137,106 @@ def _opened(
     return found[0]
 
 
-def _files_needed(checkpoint: Checkpoint, optimizer: bool, model: bool) -> list[str]:
-    """The files with tensors of the parts that are loaded."""
-    contents = replace(
-        checkpoint.contents,
-        optimizer=checkpoint.contents.optimizer if optimizer else None,
-        model=checkpoint.contents.model if model else None,
-    )
+def _files_needed(match: Match) -> list[str]:
+    """Return the files with tensors of the parts that are loaded."""
+    contents = match.checkpoint.contents
+    if match.optimizer is None and not match.reads_masters:
+        contents = replace(contents, optimizer=None)
+    if match.model is None:
+        contents = replace(contents, model=None)
     return sorted({chunk.file for _, stored in contents.tensors() for chunk in stored.chunks})
 
 
 @dataclass(slots=True)
 class _Loading:
-    """A load under way on one rank: first all is read, then all is installed."""
+    """A load on one rank: `read` changes nothing, `install` does when all ranks have read.
+
+    Attributes:
+        match: the parts to load.
+        states: state by parameter number.
+        masters: masters by parameter number.
+        saved_masters: the parameters whose master is in the checkpoint.
+        global_state: state that belongs to no parameter.
+        extra_entries: further entries of the optimizer's state dict.
+        groups: the options of each group.
+        weights: this rank's share of the model's tensors.
+        extra_state: the model's extra state.
+        extra: the `extra` that was saved.
+    """
 
     match: Match
     states: dict[int, Any] = field(default_factory=dict)
     masters: dict[int, torch.Tensor] = field(default_factory=dict)
-    mastered: set[int] = field(default_factory=set)
-    loose: dict[str, Any] = field(default_factory=dict)
-    beside: dict[str, Any] = field(default_factory=dict)
+    saved_masters: set[int] = field(default_factory=set)
+    global_state: dict[str, Any] = field(default_factory=dict)
+    extra_entries: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    rest: dict[str, Any] = field(default_factory=dict)
+    extra_state: dict[str, Any] = field(default_factory=dict)
     extra: Any = None
 
     # -------------------------------------------------------------------------------- reading
 
     def read(self) -> None:
-        """Read everything that this rank is to have, and change nothing."""
+        """Read everything that this rank needs, and change nothing."""
         match, checkpoint = self.match, self.match.checkpoint
-        contents, value = checkpoint.contents, checkpoint.value
+        contents = checkpoint.contents
         if match.optimizer is not None and contents.optimizer is not None:
-            plan = match.optimizer.plan
-            held = plan.intervals(match.optimizer.rank)
-            states = {}
-            for index in sorted(held.keys() & match.found.keys()):
-                param, device = match.found[index], match.optimizer._params[index].device
-                if param.state is not None:
-                    states[index] = self._state(param, plan.specs[index], held[index], device)
-            self.states, self.masters = split_masters(states)
-            self.mastered = set(self.masters)
-            for index, master in match.optimizer._masters().items():
-                stored = None if index in self.masters else match.wide(index)
-                if stored is not None:
-                    made = torch.empty_like(master)
-                    self.masters[index] = self._piece(stored, plan.specs[index], held[index], made)
-                elif index not in match.found:
-                    self.masters[index] = master.clone()
-            self.loose = value(contents.optimizer.loose)
-            self.beside = value(contents.optimizer.beside)
-            self.groups = [{} if tree is None else value(tree) for tree in match.options]
+            self._read_optimizer(match.optimizer, contents.optimizer)
         if match.model is not None and contents.model is not None:
             for name, stored in match.weights.items():
-                if match.mine(name):
-                    self._check_twins(name)
-                    self.weights[name] = checkpoint.whole(stored)
-            self.rest = value(contents.model.rest)
+                if match.is_mine(name):
+                    self._check_alternatives(name)
+                    self.weights[name] = checkpoint.read_tensor(stored)
+            self.extra_state = checkpoint.read_value(contents.model.extra_state)
         if contents.extra is not None:
-            self.extra = value(contents.extra)
+            self.extra = checkpoint.read_value(contents.extra)
 
-    def _check_twins(self, name: str) -> None:
-        """Make sure that what is one tensor here is not two different ones there."""
-        if not self.match.strict or name not in self.match.twins:
+    def _read_optimizer(self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer) -> None:
+        match, shards = self.match, optimizer.shards
+        read_value = match.checkpoint.read_value
+        specs, held = shards.plan.specs, shards.plan.intervals(shards.comm.group_rank)
+        states = {
+            index: self._read_state(
+                match.found[index], specs[index], held[index], shards.params[index].device
+            )
+            for index in sorted(held.keys() & match.found.keys())
+            if match.found[index].state is not None
+        }
+        self.states, self.masters = split_masters(states)
+        self.saved_masters = set(self.masters)
+        for index, master in shards.masters().items():
+            stored = None if index in self.masters else match.wider_weight(index)
+            if stored is not None:
+                self.masters[index] = torch.empty_like(master)
+                self._read_shard(stored, specs[index], held[index], self.masters[index])
+            elif index not in match.found:
+                self.masters[index] = master.clone()
+        self.global_state = read_value(saved.global_state)
+        self.extra_entries = read_value(saved.extra_entries)
+        self.groups = [{} if tree is None else read_value(tree) for tree in match.options]
+
+    def _check_alternatives(self, name: str) -> None:
+        """Raise if the checkpoint has different tensors for the names of one tensor here."""
+        if not self.match.strict or name not in self.match.alternatives:
             return
-        first, *others = map(self.match.checkpoint.whole, self.match.twins[name])
+        read_tensor = self.match.checkpoint.read_tensor
+        first, *others = map(read_tensor, self.match.alternatives[name])
         for other in others:
-            if first.dtype != other.dtype or not torch.equal(_bits(first), _bits(other)):
+            if first.dtype != other.dtype or not torch.equal(_raw(first), _raw(other)):
                 raise CheckpointError(
                     f"{self.match.checkpoint.path}: model tensor {name!r} is one tensor of several "
                     "names here, and under these there are different ones there; untie it, or pass "
                     "strict=False to take the first"
                 )
 
-    def _state(
-        self, param: SavedParam, spec: ParamSpec, here: Interval, device: torch.device
+    def _read_state(
+        self, param: SavedParam, spec: ParamSpec, held: Interval, device: torch.device
     ) -> Any:
-        """The state of the elements `here` of a parameter."""
+        """Read the state of the elements `held` of a parameter."""
         assert param.state is not None
         tree, checkpoint = param.state, self.match.checkpoint
-        whole = here == Interval(0, spec.numel)
+        whole = held == Interval(0, spec.numel)
         if not whole and (kinds := wrappers(tree.node)):
             raise CheckpointError(
                 f"{checkpoint.path}: state of parameter {param.name!r} is a tensor of class "
@@ -229,7 +244,7 @@ class _Loading:
                 'layout="whole"'
             )
 
-        def make(number: int, leaf: Leaf) -> torch.Tensor:
+        def read_leaf(number: int, leaf: Leaf) -> torch.Tensor:
             if not param.per_element[number]:
                 if not whole and leaf.shape and leaf.data is None:
                     raise CheckpointError(
@@ -237,48 +252,48 @@ class _Loading:
                         "belongs to the whole parameter; construct the optimizer with "
                         'layout="whole"'
                     )
-                return checkpoint.leaf(tree, number, leaf)
+                return checkpoint.read_leaf(tree, number, leaf)
             if number not in tree.stored:
                 full = leaf.empty(device)
-                return full if whole else flat(full, spec.stride)[here.slice].clone()
-            form = (spec.shape, spec.stride) if whole else ((here.numel,), (1,))
+                return full if whole else flat(full, spec.stride)[held.slice].clone()
+            form = (spec.shape, spec.stride) if whole else ((held.numel,), (1,))
             tensor = torch.empty_strided(*form, dtype=leaf.dtype, device=device)
-            return self._piece(tree.stored[number], spec, here, tensor)
+            self._read_shard(tree.stored[number], spec, held, tensor)
+            return tensor
 
-        return checkpoint.value(tree, make)
+        return checkpoint.read_value(tree, read_leaf)
 
-    def _piece(
-        self, stored: Stored, spec: ParamSpec, here: Interval, piece: torch.Tensor
-    ) -> torch.Tensor:
-        """Fill `piece` with the elements `here` of a tensor that has one for each of a parameter's.
+    def _read_shard(
+        self, stored: Stored, spec: ParamSpec, held: Interval, shard: torch.Tensor
+    ) -> None:
+        """Fill `shard` with the elements `held` of a tensor that has the parameter's shape.
 
-        It has the parameter's shape and strides if it is all of them, and is flat otherwise.
+        A shard of all elements has the parameter's shape and strides. Every other shard is flat.
         """
-        if here == Interval(0, spec.numel):
-            self.match.checkpoint.read(stored, Box.whole(spec.shape), piece)
-            return piece
-        for stretch, box in boxes(here, spec.shape, spec.stride):
-            view = piece.as_strided(box.sizes, spec.stride, stretch.start - here.start)
-            self.match.checkpoint.read(stored, box, view)
-        return piece
+        if held == Interval(0, spec.numel):
+            self.match.checkpoint.read_box(stored, Box.whole(spec.shape), shard)
+            return
+        for stretch, box in boxes(held, spec.shape, spec.stride):
+            view = shard.as_strided(box.sizes, spec.stride, stretch.start - held.start)
+            self.match.checkpoint.read_box(stored, box, view)
 
     # ------------------------------------------------------------------------------ installing
 
     def install(self, what: str) -> None:
-        """Put everything in its place. Called on every rank, when all have read."""
+        """Install everything. Called on every rank, when all have read."""
         match = self.match
         undo: list[Callable[[], None]] = []
 
-        def put() -> None:
-            # What may fail goes first, each with the way back: code of the user's is run.
+        def install_fallible() -> None:
+            # This runs the user's code, which may raise. So each step is preceded by its undo.
             try:
-                match.look_again()
+                match.refresh_targets()
                 if match.optimizer is not None:
-                    self._put_state(match.optimizer, undo)
-                for there, (name, old) in match.rest.items():
-                    # A module may give what it keeps, and write to that when it is given another.
+                    self._install_state(match.optimizer, undo)
+                for there, (name, old) in match.extra_state.items():
+                    # A module may return the object it keeps, and write to it in place.
                     undo.append(partial(match.modules[name].set_extra_state, copy.deepcopy(old)))
-                    match.modules[name].set_extra_state(self.rest[there])
+                    match.modules[name].set_extra_state(self.extra_state[there])
             except Exception as error:
                 raise CheckpointError(
                     f"{match.checkpoint.path}: what is in it is not taken: "
@@ -286,38 +301,31 @@ class _Loading:
                 ) from error
 
         try:
-            run_on_all_ranks(match.comm, what, put)
+            run_on_all_ranks(match.comm, what, install_fallible)
         except BaseException:
-            for each in reversed(undo):
-                # A module that takes neither the new nor the old is no reason to leave the rest.
+            for restore in reversed(undo):
+                # A module that refuses its old state must not stop the others.
                 with contextlib.suppress(Exception):
-                    each()
+                    restore()
             raise
-        if match.optimizer is not None:
-            match.optimizer._stepped = match.stepped
-            match.optimizer._local.publish_options()
-        self._put_weights()
-        if match.optimizer is not None:
-            # After the weights: a master that does not round to its parameter is not believed.
-            match.optimizer._set_masters(self.masters)
-            saved = match.checkpoint.contents.optimizer
-            assert saved is not None
-            match.optimizer._rounding.step = saved.rounded
+        saved = match.checkpoint.contents.optimizer
+        if match.optimizer is not None and saved is not None:
+            match.optimizer.shards.stepped = saved.stepped
+            match.optimizer.shards.publish_options()
+        self._install_weights()
+        if match.optimizer is not None and saved is not None:
+            # After the weights: a master that does not round to its parameter is discarded.
+            match.optimizer.shards.set_masters(self.masters)
+            match.optimizer.shards.rounding_step = saved.rounding_step
 
-    def _put_state(
+    def _install_state(
         self, optimizer: ZeroRedundancyOptimizer, undo: list[Callable[[], None]]
     ) -> None:
-        """Load into the local optimizer."""
-        local = optimizer.optim
+        shards, found = optimizer.shards, self.match.found
+        local, specs = shards.optim, shards.plan.specs
         parts = local.parts if isinstance(local, MultiClass) else []
-        undo += [_way_back(each) for each in (local, *parts)]
-        optimizer._local.push_options()
-        # What is not in the checkpoint stays as it is.
-        states = {
-            index: state
-            for index, state in optimizer._local.states().items()
-            if index not in self.match.found
-        }
+        undo += [_restorer(each) for each in (local, *parts)]
+        shards.sync_options()
         groups = []
         first = 0
         for mine, options in zip(optimizer.param_groups, self.groups, strict=True):
@@ -326,36 +334,31 @@ class _Loading:
                 options.pop(CLASS_KEY, None)
             groups.append({**mine, **options, "params": list(range(first, last))})
             first = last
-        plan = optimizer.plan
-        held = sorted(plan.intervals(optimizer.rank))
-        states |= self.states
-        install(local, held, states, self.loose, groups, plan.specs, self.beside, self._wide(held))
-
-    def _wide(self, held: Sequence[int]) -> set[int]:
-        """Those of the parameters whose state is that of a tensor of a wider dtype already."""
+        # Parameters that are not in the checkpoint keep their state.
+        kept = {index: state for index, state in shards.states().items() if index not in found}
+        held = sorted(shards.plan.intervals(shards.comm.group_rank))
         saved = self.match.checkpoint.contents.optimizer
-        assert saved is not None
-        if saved.rounded:
-            return set(held)
-        return {index for index in held if index not in self.match.found} | self.mastered
+        wide = {index for index in held if index not in found} | self.saved_masters
+        if saved is not None and saved.rounding_step:
+            wide = set(held)
+        states = {**kept, **self.states}
+        install(local, held, states, self.global_state, groups, specs, self.extra_entries, wide)
 
-    def _put_weights(self) -> None:
-        """Copy what this rank has read to where it belongs, and send it to the others."""
+    def _install_weights(self) -> None:
+        """Copy the tensors that this rank has read, and broadcast them."""
         match = self.match
         with torch.no_grad():
             for rank in range(match.comm.world_size):
-                share = [
-                    _as_it_lies(match.targets[n]) for n in match.weights if match.owners[n] == rank
-                ]
                 if rank == match.comm.group_rank:
                     for name, value in self.weights.items():
                         match.targets[name].copy_(value)
+                owned = [name for name in match.weights if match.owners[name] == rank]
+                share = [_physical(match.targets[name]) for name in owned]
                 broadcast(match.comm, share, rank)
 
 
-def _way_back(optimizer: Optimizer) -> Callable[[], None]:
-    """What makes an optimizer as it is now, after it has loaded something or tried to."""
-    # Loading puts new state and new groups in the place of the old ones, which stay as they are.
+def _restorer(optimizer: Optimizer) -> Callable[[], None]:
+    """Return a function that undoes a `load_state_dict`, which replaces state and groups."""
     attributes, groups = dict(vars(optimizer)), list(optimizer.param_groups)
 
     def restore() -> None:
@@ -366,45 +369,27 @@ def _way_back(optimizer: Optimizer) -> Callable[[], None]:
     return restore
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor: numbers that are none do not equal themselves."""
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor: NaN does not equal itself."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers in a tensor's memory, where it stands for their conjugates or negatives."""
+def _physical(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers in a tensor's memory, without pending conjugation or negation."""
     tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
     return tensor.conj() if tensor.is_conj() else tensor
 
 
 def _warn(match: Match) -> None:
-    """Say what looks like a mistake."""
-    path = match.checkpoint.path
-    if match.missing or match.unexpected:
-        said = summary(match.missing, match.unexpected)
-        warnings.warn(f"{path} was loaded in part: {said}", stacklevel=3)
-    if not match.empty or match.optimizer is None:
-        return
-    specs = match.optimizer.plan.specs
-    if len(match.empty) < sum(specs[index].trainable for index in match.found):
-        said = (
-            f"has no optimizer state for {shorten_list(match.empty)}, which train; they had never "
-            "had a gradient when it was saved, and start from zero"
+    """Warn of a partial load, on rank 0, and of parameters that start without state."""
+    if match.comm.group_rank == 0 and (match.missing or match.unexpected):
+        warnings.warn(
+            f"{match.checkpoint.path} was loaded in part: {match.differences()}", stacklevel=3
         )
-    elif not match.stepped:
-        said = "was saved before the first step: the optimizer starts from zero"
-    elif _keeps_nothing(match.optimizer):
-        return
-    else:
-        said = (
-            "has no optimizer state at all, though steps had been taken when it was saved: the "
-            f"optimizer starts from zero, unless a {type(match.optimizer.optim).__name__} keeps no "
-            "state"
-        )
-    warnings.warn(f"{path} {said}", stacklevel=3)
-
-
-def _keeps_nothing(optimizer: ZeroRedundancyOptimizer) -> bool:
-    """Whether this is the one optimizer of torch that has no state after a step."""
-    plain = type(optimizer.optim) is torch.optim.SGD
-    return plain and not any(group["momentum"] for group in optimizer.param_groups)
+    if match.optimizer is not None:
+        shards, found = match.optimizer.shards, match.found
+        present = found.keys() - match.without_state
+        if present:
+            # Parameters that are not in the checkpoint were named above.
+            present |= set(range(len(shards.params))) - found.keys()
+        warn_of_missing_state(shards.rehearse, shards.plan, shards.comm.group_rank, present)

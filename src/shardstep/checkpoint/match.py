@@ -1,7 +1,7 @@
-"""What of a checkpoint belongs where, found out from descriptions alone.
+"""Matching a checkpoint with an optimizer and a model, from descriptions alone.
 
-No tensor is read for it and no file opened: what cannot be loaded is refused at once, and what
-claims too much costs nothing.
+No tensor is read and no file opened. So a checkpoint that does not fit is refused at once, and
+excessive claims cost nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +14,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.file_layout import deal
-from shardstep.checkpoint.format import SavedModel, SavedOptimizer, SavedParam, Stored, Tree
-from shardstep.checkpoint.mastered import MASTER, master_of, own_entries
-from shardstep.checkpoint.names import names_of, tensors_of, unwrapped
+from shardstep.checkpoint.file_layout import assign_owners
+from shardstep.checkpoint.format import (
+    MASTER,
+    SavedModel,
+    SavedOptimizer,
+    SavedParam,
+    Stored,
+    Tree,
+    master_of,
+    own_entries,
+)
+from shardstep.checkpoint.inputs import (
+    EXTRA_STATE,
+    class_name,
+    named_params,
+    names_of,
+    split_state_dict,
+)
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.write import EXTRA_STATE, kind_of, model_tensors
 from shardstep.comm import Comm
-from shardstep.modes.module import names_in
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
-from shardstep.params.names import shorten_list, unwrapped_name
+from shardstep.params.names import names_in, shorten_list, unwrapped, unwrapped_name
 from shardstep.state.limits import STATE_NBYTES, STATE_RATIO, memory_nbytes
-from shardstep.state.tree import Node, leaves
+from shardstep.state.tree import leaves
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -33,23 +45,22 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Match:
-    """What is here, and what of a checkpoint is for it; on one rank.
+    """The parts of a checkpoint that belong to an optimizer and a model, on one rank.
 
     Attributes:
-        checkpoint, comm, optimizer, model, strict, names: as they are given to `load`.
-        missing: what is here and not in the checkpoint.
-        unexpected: what is in the checkpoint and not here.
-        found: the parameters of the optimizer that are in the checkpoint, by number.
-        empty: those of them that train and have no state there, by name.
-        options: for each group of the optimizer, the options it had; None to keep its own.
-        stepped: whether the optimizer had taken a step when it was saved.
+        checkpoint, comm, optimizer, model, strict, names: the arguments of `load`.
+        missing: names that only the optimizer or the model has.
+        unexpected: names that only the checkpoint has.
+        found: the saved parameter for each parameter of the optimizer, by number.
+        without_state: those of `found` that are trainable and have no state.
+        options: for each group, its saved options; None to keep the present ones.
         targets: the tensors of the model.
-        weights: what is stored of those that are in the checkpoint.
-        twins: for one that has several names here, what else the checkpoint has under these.
-        owners: which rank reads which of them.
-        modules: the modules that may have state beyond tensors, by its name.
-        rest: for such state in the checkpoint, its name here and what it is now.
-        reads_masters: whether masters are read for a model that can hold them.
+        weights: the saved tensor for each of `targets`.
+        alternatives: all saved tensors for a target that has several names.
+        owners: the rank that reads each of `weights`.
+        modules: the modules that may have extra state, by its name.
+        extra_state: for each saved extra state, its name in the model and its present value.
+        reads_masters: whether some of `weights` are masters.
     """
 
     checkpoint: Checkpoint
@@ -61,29 +72,28 @@ class Match:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     found: dict[int, SavedParam] = field(default_factory=dict)
-    empty: list[str] = field(default_factory=list)
+    without_state: list[int] = field(default_factory=list)
     options: list[Tree | None] = field(default_factory=list)
-    stepped: bool = False
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, Stored] = field(default_factory=dict)
-    twins: dict[str, list[Stored]] = field(default_factory=dict)
+    alternatives: dict[str, list[Stored]] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
     modules: dict[str, torch.nn.Module] = field(default_factory=dict)
-    rest: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    extra_state: dict[str, tuple[str, Any]] = field(default_factory=dict)
     reads_masters: bool = False
 
     def find(self) -> str:
-        """Find out, and change nothing.
+        """Fill the attributes.
 
         Returns:
-            A digest of what is going to be read and sent between ranks, for them to compare.
+            A digest of everything that is going to be read, for ranks to compare.
 
         Raises:
             CheckpointError: if something does not fit.
             TypeError: for DTensors.
         """
         contents = self.checkpoint.contents
-        refuse_dtensors(tensors_of(self.optimizer, self.model), NO_OFFSETS)
+        refuse_dtensors(named_params(self.optimizer, self.model), NO_OFFSETS)
         if self.optimizer is not None:
             if contents.optimizer is None:
                 raise self._unfit("there is no optimizer in it")
@@ -94,27 +104,57 @@ class Match:
             self._match_model(unwrapped(self.model), contents.model)
         if self.strict and (self.missing or self.unexpected):
             raise CheckpointError(
-                f"{self.checkpoint.path} does not fit: {summary(self.missing, self.unexpected)}; "
+                f"{self.checkpoint.path} does not fit: {self.differences()}; "
                 "give names={here: there} for what is called otherwise, or strict=False to load "
                 "what fits"
             )
         self._check_memory()
         found = [(index, param.name) for index, param in self.found.items()]
-        # A tensor that fills its memory is sent as it lies there.
+        # Tensors are broadcast in memory order, so strides must agree too.
         forms = [(self.targets[name].dtype, self.targets[name].stride()) for name in self.weights]
         parts = [self.optimizer is not None, self.model is not None, self.strict]
         return hashlib.sha256(repr([parts, found, self.weights, forms]).encode()).hexdigest()
 
-    def look_again(self) -> None:
-        """Find the model's tensors where they are now: the optimizer may have moved parameters."""
+    def refresh_targets(self) -> None:
+        """Look the model's tensors up again. Creating masters may have moved parameters."""
         if self.model is not None:
-            self.targets, _, _ = model_tensors(unwrapped(self.model))
+            self.targets = split_state_dict(unwrapped(self.model).state_dict()).tensors
+
+    def differences(self) -> str:
+        """Describe what was not matched."""
+        parts = []
+        if self.missing:
+            parts.append(f"not found in the checkpoint: {shorten_list(self.missing)}")
+        if self.unexpected:
+            parts.append(f"in the checkpoint but not here: {shorten_list(self.unexpected)}")
+        return "; ".join(parts)
+
+    def is_mine(self, name: str) -> bool:
+        """Return whether this rank reads this tensor of the model."""
+        return self.owners[name] == self.comm.group_rank
+
+    def params_with_entries(self) -> list[int]:
+        """Return the parameters that the checkpoint has state or a master for."""
+        found = self.found.items()
+        return [index for index, param in found if param.state and param.state.node[1]]
+
+    def wider_weight(self, index: int) -> Stored | None:
+        """Return the saved model tensor of a parameter, if it is wider than the parameter."""
+        if self.optimizer is None or self.model is None:
+            return None
+        # By the model's name: the optimizer's may lack what looks like DDP's prefix.
+        name = names_in(unwrapped(self.model)).get(id(self.optimizer.shards.params[index]))
+        stored = self.weights.get(unwrapped_name(name)) if name is not None else None
+        dtype = self.optimizer.plan.specs[index].dtype
+        return stored if stored is not None and stored.dtype.itemsize > dtype.itemsize else None
+
+    # ------------------------------------------------------------------------- the optimizer
 
     def _match_optimizer(self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer) -> None:
-        if self.strict and saved.kind not in (None, kind_of(optimizer)):
+        if self.strict and saved.class_name not in (None, class_name(optimizer)):
             raise CheckpointError(
-                f"{self.checkpoint.path} was saved from {saved.kind}, but this optimizer is "
-                f"{kind_of(optimizer)}; pass strict=False if their state means the same"
+                f"{self.checkpoint.path} was saved from {saved.class_name}, but this optimizer is "
+                f"{class_name(optimizer)}; pass strict=False if their state means the same"
             )
         specs = optimizer.plan.specs
         self.found = self._match_params(optimizer, saved)
@@ -125,24 +165,24 @@ class Match:
                     f"parameter {param.name!r} has shape {param.shape} there, but "
                     f"{specs[index].shape} here; this checkpoint is of another model"
                 )
-            if specs[index].trainable and (param.state is None or _is_empty(param.state.node)):
-                self.empty.append(specs[index].name)
-            self._check_master(param)
-            for leaf in [] if param.state is None else leaves(param.state.node):
+            if specs[index].trainable and _is_empty(param.state):
+                self.without_state.append(index)
+            if param.state is None:
+                continue
+            self._check_master(param, param.state)
+            for leaf in leaves(param.state.node):
                 if leaf.shape != param.shape and leaf.nbytes > most:
                     raise self._unfit(
                         f"state {leaf.path!r} of parameter {param.name!r} takes {leaf.nbytes:,} "
-                        f"bytes, which is not believed of a parameter of shape {param.shape}"
+                        f"bytes, too many for a parameter of shape {param.shape}"
                     )
         self.options = self._match_groups(optimizer, saved)
-        self.stepped = saved.stepped
 
-    def _check_master(self, param: SavedParam) -> None:
-        """Make sure that what is called a master can be one."""
-        keys = [] if param.state is None else [key for key, _ in param.state.node[1]]
-        if param.state is None or MASTER not in keys:
+    def _check_master(self, param: SavedParam, state: Tree) -> None:
+        keys = [key for key, _ in state.node[1]]
+        if MASTER not in keys:
             return
-        item = param.state.node[1][0][1]
+        item = state.node[1][0][1]
         found = leaves(item) if keys[0] == MASTER and item[0] == "tensor" else []
         if not found or found[0].shape != param.shape or not found[0].dtype.is_floating_point:
             raise self._unfit(
@@ -153,10 +193,10 @@ class Match:
     def _match_params(
         self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer
     ) -> dict[int, SavedParam]:
-        """For each parameter here, by its number, the one it is in the checkpoint."""
+        """Return the saved parameter for each parameter here, by number."""
         names, positional = names_of(optimizer, self.model)
         if positional != saved.positional:
-            # One side knows only places. They mean the same if there are equally many.
+            # One side knows numbers only. They mean the same if there are equally many.
             if len(names) != len(saved.params):
                 raise self._unfit(
                     f"it has {len(saved.params)} parameters and this optimizer {len(names)}, and "
@@ -165,13 +205,12 @@ class Match:
                 )
             return dict(enumerate(saved.params))
         there = {param.name: param for param in saved.params}
-        told = {index: self.names.get(name, name) for index, name in enumerate(names)}
-        found = {index: there.pop(name) for index, name in told.items() if name in there}
-        # DDP's prefix may have been told to a save and not to a load, and the other way round; and
-        # not all parameters need be of one model.
+        wanted = {index: self.names.get(name, name) for index, name in enumerate(names)}
+        found = {index: there.pop(name) for index, name in wanted.items() if name in there}
+        # Only one of save and load may have seen DDP's prefix, and only on some parameters.
         short = {name.removeprefix("module."): name for name in there}
-        for index in sorted(told.keys() - found.keys()):
-            name = short.pop(told[index].removeprefix("module."), None)
+        for index in sorted(wanted.keys() - found.keys()):
+            name = short.pop(wanted[index].removeprefix("module."), None)
             if name is not None:
                 found[index] = there.pop(name)
             else:
@@ -182,7 +221,7 @@ class Match:
     def _match_groups(
         self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer
     ) -> list[Tree | None]:
-        """For each group here, the options that its parameters had; None to keep its own."""
+        """Return the saved options for each group here; None to keep the present ones."""
         group_of = {name: n for n, (names, _) in enumerate(saved.groups) for name in names}
         chosen: list[Tree | None] = []
         start = 0
@@ -201,150 +240,130 @@ class Match:
             start = indices.stop
         return chosen
 
+    # ----------------------------------------------------------------------------- the model
+
     def _match_model(self, model: torch.nn.Module, saved: SavedModel) -> None:
-        self.targets, aliases, rest = model_tensors(model)
-        self.owners = deal(self.targets, set(), self.comm.world_size)
-        further: dict[str, list[str]] = {}
-        for alias, name in aliases.items():
-            further.setdefault(name, []).append(alias)
+        self.targets, aliases, extra = split_state_dict(model.state_dict())
+        self.owners = assign_owners(self.targets, (), self.comm.world_size)
         own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
         used: set[str] = set()
         for name, target in self.targets.items():
             # A tensor with several names may have been saved under any of them.
-            known = [self.names.get(each, each) for each in (name, *further.get(name, ()))]
-            there = [saved.aliases.get(each, each) for each in known]
-            hit = next((each for each in there if each in saved.tensors), None)
-            if hit is None:
+            known = [name, *(alias for alias, other in aliases.items() if other == name)]
+            there = [self.names.get(each, each) for each in known]
+            there = [saved.aliases.get(each, each) for each in there]
+            hits = list(dict.fromkeys(each for each in there if each in saved.tensors))
+            if not hits:
                 self.missing.append(f"model: {name}")
                 continue
-            hits = dict.fromkeys(each for each in there if each in saved.tensors)
             used.update(hits)
             if len(hits) > 1:
-                self.twins[name] = [saved.tensors[each] for each in hits]
-            stored = self._finest(there, target.dtype, saved.tensors[hit])
+                self.alternatives[name] = [saved.tensors[each] for each in hits]
+            stored = self._master_or_weight(there, target.dtype, saved, saved.tensors[hits[0]])
             self._check_target(name, target, stored, _storage(target) in own)
             self.weights[name] = stored
         self.unexpected += [f"model: {name}" for name in saved.tensors if name not in used]
-        told = {key for key, _ in saved.rest.node[1]}
-        there_is = {name: self.names.get(name, name) for name in rest}
-        self.missing += [f"model: {name}" for name in rest if there_is[name] not in told]
-        self.unexpected += [f"model: {name}" for name in told - set(there_is.values())]
-        self.rest = {
-            there_is[name]: (name, old) for name, old in rest.items() if there_is[name] in told
+        self._match_extra_state(model, extra, saved)
+
+    def _match_extra_state(
+        self, model: torch.nn.Module, extra: dict[str, Any], saved: SavedModel
+    ) -> None:
+        there = {key for key, _ in saved.extra_state.node[1]}
+        wanted = {name: self.names.get(name, name) for name in extra}
+        self.missing += [f"model: {name}" for name in extra if wanted[name] not in there]
+        self.unexpected += [f"model: {name}" for name in there - set(wanted.values())]
+        self.extra_state = {
+            wanted[name]: (name, old) for name, old in extra.items() if wanted[name] in there
         }
         self.modules = {
             unwrapped_name(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE): module
             for name, module in model.named_modules(remove_duplicate=False)
         }
-        for name, _ in self.rest.values():
+        for name, _ in self.extra_state.values():
             if name not in self.modules:
                 raise self._unfit(
                     f"model state {name!r} is made up by the model's state_dict(), so nothing can "
                     "be given it; load it with model.load_state_dict(checkpoint.weights(path))"
                 )
 
-    def _finest(self, names: Sequence[str], wanted: torch.dtype, stored: Stored) -> Stored:
-        """What to read for a tensor of the model: its master, if the model here can hold more."""
-        contents = self.checkpoint.contents
-        if wanted.itemsize <= stored.dtype.itemsize or contents.optimizer is None:
+    def _master_or_weight(
+        self, names: Sequence[str], wanted: torch.dtype, saved: SavedModel, stored: Stored
+    ) -> Stored:
+        """Return the saved tensor to read: the master, if the model here has a wider dtype."""
+        optimizer = self.checkpoint.contents.optimizer
+        if wanted.itemsize <= stored.dtype.itemsize or optimizer is None:
             return stored
-        assert contents.model is not None
-        known = contents.model.tensors.keys() | contents.model.aliases.keys()
-        # What the optimizer calls them: it leaves out what may be DDP's prefix.
+        # The optimizer's names may lack what looks like DDP's prefix.
+        known = saved.tensors.keys() | saved.aliases.keys()
         short = [name.removeprefix("module.") for name in names]
         names = [*names, *(name for name in short if name not in known)]
-        for param in contents.optimizer.params:
+        for param in optimizer.params:
             master = master_of(param.state)
             if master is not None and param.name in names and master.shape == stored.shape:
                 self.reads_masters = True
                 return master
         return stored
 
-    def wide(self, index: int) -> Stored | None:
-        """The tensor of the model that a parameter is, if it is wider there than the parameter."""
-        if self.optimizer is None or self.model is None:
-            return None
-        # The model's own name for it: the optimizer leaves out what may be DDP's prefix.
-        name = names_in(unwrapped(self.model)).get(id(self.optimizer._params[index]))
-        stored = self.weights.get(unwrapped_name(name)) if name is not None else None
-        dtype = self.optimizer.plan.specs[index].dtype
-        return stored if stored is not None and stored.dtype.itemsize > dtype.itemsize else None
-
     def _check_target(self, name: str, target: torch.Tensor, stored: Stored, own: bool) -> None:
-        """Make sure that copying a stored tensor to its target will not fail, nor be in vain."""
-        if stored.shape != tuple(target.shape):
-            raise self._unfit(
-                f"model tensor {name!r} has shape {stored.shape} there, but {tuple(target.shape)} "
-                "here; this checkpoint is of another model"
+        """Raise if copying a stored tensor to its target would fail or have no effect."""
+        shape = tuple(target.shape)
+        steps = zip(shape, target.stride(), strict=True)
+        if stored.shape != shape:
+            problem = (
+                f"has shape {stored.shape} there, but {shape} here; this checkpoint is of another "
+                "model"
             )
-        if not torch.can_cast(stored.dtype, target.dtype):
-            raise self._unfit(
-                f"model tensor {name!r} is {stored.dtype} there, which {target.dtype} here cannot "
-                "hold; this checkpoint is of another model"
+        elif not torch.can_cast(stored.dtype, target.dtype):
+            problem = (
+                f"is {stored.dtype} there, which {target.dtype} here cannot hold; this checkpoint "
+                "is of another model"
             )
-        if target.numel() and not own:
-            raise self._unfit(
-                f"model tensor {name!r} is made up by the model's state_dict(), so nothing can "
-                "be written to it; load it with model.load_state_dict(checkpoint.weights(path))"
+        elif target.numel() and not own:
+            problem = (
+                "is made up by the model's state_dict(), so nothing can be written to it; load it "
+                "with model.load_state_dict(checkpoint.weights(path))"
             )
-        if any(
-            not step and size > 1 for size, step in zip(target.shape, target.stride(), strict=True)
-        ):
-            raise self._unfit(
-                f"model tensor {name!r} has elements that share memory (stride {target.stride()}), "
-                "and cannot be written to; clone it where the model is made"
+        elif any(not step and size > 1 for size, step in steps):
+            problem = (
+                f"has elements that share memory (stride {target.stride()}), and cannot be written "
+                "to; clone it where the model is made"
             )
+        else:
+            return
+        raise self._unfit(f"model tensor {name!r} {problem}")
+
+    # ------------------------------------------------------------------------------- common
 
     def _check_memory(self) -> None:
-        """Make sure that what this rank is to read can be held, before room is made for it."""
+        """Raise if this rank cannot hold what it would read."""
         contents = self.checkpoint.contents
-        nbytes = sum(stored.nbytes for n, stored in self.weights.items() if self.mine(n))
+        nbytes = sum(stored.nbytes for name, stored in self.weights.items() if self.is_mine(name))
+        trees = [contents.extra]
         if self.optimizer is not None and contents.optimizer is not None:
-            held = self.optimizer.plan.intervals(self.optimizer.rank)
+            plan, params = self.optimizer.plan, self.optimizer.shards.params
+            held = plan.intervals(self.optimizer.rank)
             for index in held.keys() & self.found.keys():
                 state = self.found[index].state
-                if state is not None and self.optimizer._params[index].device.type == "cpu":
-                    share = held[index].numel / max(1, self.optimizer.plan.specs[index].numel)
+                if state is not None and params[index].device.type == "cpu":
+                    share = held[index].numel / max(1, plan.specs[index].numel)
                     nbytes += int(share * sum(leaf.nbytes for leaf in leaves(state.node)))
-            trees = [contents.optimizer.loose, *filter(None, self.options)]
-            nbytes += sum(stored.nbytes for tree in trees for stored in tree.stored.values())
-        if contents.extra is not None:
-            nbytes += sum(stored.nbytes for stored in contents.extra.stored.values())
+            trees += [contents.optimizer.global_state, *self.options]
+        nbytes += sum(stored.nbytes for tree in trees if tree for stored in tree.stored.values())
         if nbytes > memory_nbytes():
             raise self._unfit(
                 f"rank {self.comm.group_rank} would have to read {nbytes:,} bytes of it, and has "
                 f"memory for {memory_nbytes():,}"
             )
 
-    @property
-    def given(self) -> list[int]:
-        """The numbers of the parameters that the checkpoint has a state or a master for."""
-        found = self.found.items()
-        return [index for index, param in found if param.state and param.state.node[1]]
-
-    def mine(self, name: str) -> bool:
-        """Whether this rank reads the tensor of the model for all."""
-        return self.owners[name] == self.comm.group_rank
-
-    def _unfit(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.checkpoint.path}: {what}")
+    def _unfit(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.checkpoint.path}: {problem}")
 
 
-def _is_empty(node: Node) -> bool:
-    """Whether a parameter's state has nothing in it, under whatever names."""
-    return all(item[0] == "value" and item[1] is None for item in own_entries(node))
+def _is_empty(state: Tree | None) -> bool:
+    """Return whether a parameter's state has no entry, or only None."""
+    entries = [] if state is None else own_entries(state.node)
+    return all(item[0] == "value" and item[1] is None for item in entries)
 
 
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    """The memory that a tensor is a view of."""
     return tensor.device, tensor.untyped_storage().data_ptr()
-
-
-def summary(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """What was not found, in words."""
-    parts = []
-    if missing:
-        parts.append(f"not found in the checkpoint: {shorten_list(missing)}")
-    if unexpected:
-        parts.append(f"in the checkpoint but not here: {shorten_list(unexpected)}")
-    return "; ".join(parts)

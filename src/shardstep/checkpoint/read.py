@@ -1,42 +1,35 @@
-"""Reading a checkpoint: any box of any tensor, out of whatever chunks it was stored in."""
+"""A checkpoint that is open for reading: any box of any tensor, from the chunks that hold it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.files import Progress, check_file, no_progress
 from shardstep.checkpoint.format import Chunk, Contents, Stored, Tree, read_contents
-from shardstep.checkpoint.safetensors import File, Progress, form_of, no_progress
-from shardstep.checkpoint.staging import Manifest, check, read_manifest
+from shardstep.checkpoint.manifest import Manifest, read_manifest
+from shardstep.checkpoint.safetensors import File, form_of
 from shardstep.plan import Box, contiguous
 from shardstep.state.limits import memory_nbytes
 from shardstep.state.tree import Leaf, decode, wrap
 
 MAX_OPEN = 128
-"""Files at a time."""
-
-
-class Room(Protocol):
-    """Makes the memory for a tensor that is read in full, on the CPU."""
-
-    def __call__(
-        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """A dense tensor of this form, with anything in it."""
-
-
-def on_cpu(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Ordinary memory."""
-    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")
-
+"""Files open at a time: a process may open a thousand, and a checkpoint may have more."""
 
 WRAPPING_PACKAGES = ("torchao",)
-"""Whose tensor subclasses, such as quantised state, a file may ask for, if they are imported."""
+"""Packages whose tensor subclasses, such as quantised state, a file may name, if imported."""
+
+Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
+"""Returns a dense CPU tensor of this shape, stride and dtype, with any values."""
+
+
+def _on_cpu(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")
 
 
 class Checkpoint:
@@ -44,21 +37,21 @@ class Checkpoint:
 
     Args:
         path: the folder.
-        room: given shape, stride and dtype, makes the memory for a tensor that is read in full.
+        allocate: allocates each tensor that is read in full.
 
     Attributes:
         path: the folder.
         manifest: its files.
-        contents: what is in them.
+        contents: the description of everything in them.
 
     Raises:
-        CheckpointError: if it is not a checkpoint, or not complete, or its lists are damaged. The
-            files with tensors are looked at by `verify`, and as they are read.
+        CheckpointError: if it is not a complete checkpoint, or its JSON files are damaged. Files
+            with tensors are checked by `verify`, and when they are read.
     """
 
-    def __init__(self, path: Path, room: Room = on_cpu) -> None:
+    def __init__(self, path: Path, allocate: Allocate = _on_cpu) -> None:
         self.path = path
-        self._room = room
+        self._allocate = allocate
         self.manifest: Manifest = read_manifest(path)
         self.contents: Contents = read_contents(path, self.manifest)
         self._files: dict[str, File] = {}
@@ -72,39 +65,36 @@ class Checkpoint:
         self._files.clear()
 
     def verify(self, names: list[str] | None = None, progress: Progress = no_progress) -> None:
-        """Make sure that these files, or all, are as they were written.
+        """Compare these files, or all, with their digests.
 
         Raises:
-            CheckpointError: naming the first that is not.
+            CheckpointError: naming the first that differs.
         """
         for name in sorted(self.manifest.files) if names is None else names:
-            check(self.path, name, self.manifest.files[name], progress)
+            check_file(self.path / name, self.manifest.files[name], progress)
 
     def check_chunks(self) -> None:
-        """Make sure that every chunk is in its file, in the form that the contents say.
-
-        Reads the headers of the files alone. That chunks make up their tensors without gaps is
-        known since the contents were read.
+        """Compare the headers of all files with the contents.
 
         Raises:
-            CheckpointError: naming the first that is not.
+            CheckpointError: naming the first chunk that is missing or of another form.
         """
         for what, stored in self.contents.tensors():
             for chunk in stored.chunks:
+                where = f"{self.path / chunk.file}: chunk {chunk.key!r} of {what}"
                 entry = self._file(chunk.file).entries.get(chunk.key)
                 if entry is None:
                     raise CheckpointError(
-                        f"{self.path / chunk.file}: {what} should have its chunk {chunk.key!r} "
-                        "there, and it has not; the file belongs to another checkpoint"
+                        f"{where} is missing; the file belongs to another checkpoint"
                     )
                 if (entry.dtype, entry.shape) != form_of(stored.dtype, chunk.box.sizes):
                     raise CheckpointError(
-                        f"{self.path / chunk.file}: chunk {chunk.key!r} of {what} is {entry.dtype} "
-                        f"of shape {entry.shape} there, but should be {stored.dtype} of shape "
-                        f"{chunk.box.sizes}; the file belongs to another checkpoint"
+                        f"{where} is {entry.dtype} of shape {entry.shape} there, but should be "
+                        f"{stored.dtype} of shape {chunk.box.sizes}; the file belongs to another "
+                        "checkpoint"
                     )
 
-    def read(self, stored: Stored, box: Box, target: torch.Tensor) -> None:
+    def read_box(self, stored: Stored, box: Box, target: torch.Tensor) -> None:
         """Copy a box of a tensor to `target`, which has the box's shape, and any dtype and device.
 
         Raises:
@@ -122,53 +112,60 @@ class Checkpoint:
                 f"{self.path}: the chunks of a tensor of shape {stored.shape} overlap or leave gaps"
             )
 
-    def whole(self, stored: Stored) -> torch.Tensor:
-        """All of a tensor, on the CPU."""
-        tensor = self._make(stored, contiguous(stored.shape))
-        self.read(stored, Box.whole(stored.shape), tensor)
-        return tensor
-
-    def _make(self, stored: Stored, stride: Sequence[int]) -> torch.Tensor:
-        """Room for a tensor, once its files have been seen to hold it."""
+    def read_tensor(self, stored: Stored, stride: Sequence[int] | None = None) -> torch.Tensor:
+        """Read all of a tensor to the CPU. It is contiguous unless `stride` is given."""
+        # Nothing is allocated before the files are known to hold the tensor.
         for chunk in stored.chunks:
             self._file(chunk.file).check(chunk.key, stored.dtype, chunk.box.sizes)
+        stride = contiguous(stored.shape) if stride is None else stride
         try:
             if stored.nbytes > memory_nbytes():
                 raise MemoryError
-            return self._room(stored.shape, stride, stored.dtype)
+            tensor = self._allocate(stored.shape, stride, stored.dtype)
         except (MemoryError, RuntimeError) as error:
             raise CheckpointError(
                 f"{self.path}: there is no memory for a tensor of {stored.nbytes:,} bytes, which "
                 "it says that it has"
             ) from error
+        self.read_box(stored, Box.whole(stored.shape), tensor)
+        return tensor
 
-    def value(self, tree: Tree, tensor: Callable[[int, Leaf], torch.Tensor] | None = None) -> Any:
-        """A value, with tensors on the CPU, or as `tensor` makes them.
+    def read_leaf(self, tree: Tree, number: int, leaf: Leaf) -> torch.Tensor:
+        """Read one tensor of a value to the CPU."""
+        if number not in tree.stored:
+            return leaf.empty(torch.device("cpu"))
+        return self.read_tensor(tree.stored[number], leaf.stride)
+
+    def read_value(
+        self, tree: Tree, read_leaf: Callable[[int, Leaf], torch.Tensor] | None = None
+    ) -> Any:
+        """Read a nested value.
 
         Args:
-            tree: what was stored.
-            tensor: given a tensor's number and form, makes it; None for all as they were.
+            tree: the value.
+            read_leaf: reads a tensor, given its number and form. The default reads all of it to
+                the CPU.
         """
         number = -1
 
-        def make(leaf: Leaf) -> torch.Tensor:
+        def read(leaf: Leaf) -> torch.Tensor:
             nonlocal number
             number += 1
-            if tensor is not None:
-                return tensor(number, leaf)
-            return self.leaf(tree, number, leaf)
+            return (
+                self.read_leaf(tree, number, leaf) if read_leaf is None else read_leaf(number, leaf)
+            )
 
-        return decode(tree.node, make, wrap=self._wrap)
+        return decode(tree.node, read, wrap=self._wrap)
 
     def _wrap(self, kind: str, inner: Any, context: Any, shape: Any, stride: Any) -> Any:
-        """A quantised tensor. A file may name only classes that are known to be harmless."""
+        """Construct a tensor subclass. A file may name only classes that are known to be safe."""
         if kind.partition(":")[0].partition(".")[0] not in WRAPPING_PACKAGES:
             raise CheckpointError(
                 f"{self.path}: it has a tensor of class {kind!r:.100}, which is not made from a "
                 f"file; classes of {', '.join(WRAPPING_PACKAGES)} are"
             )
         try:
-            # What was divided is where its parameter is already; the rest of the tensor goes along.
+            # Sharded parts are on their parameter's device already. The others follow.
             away = [part.device for part in inner.values() if part.device.type != "cpu"]
             inner = {name: part.to(away[0]) if away else part for name, part in inner.items()}
             return wrap(kind, inner, context, shape, stride)
@@ -178,31 +175,17 @@ class Checkpoint:
                 f"({type(error).__name__}: {error})"
             ) from error
 
-    def leaf(self, tree: Tree, number: int, leaf: Leaf) -> torch.Tensor:
-        """One tensor of a value, in full, on the CPU."""
-        if number not in tree.stored:
-            return leaf.empty(torch.device("cpu"))
-        made = self._make(tree.stored[number], leaf.stride)
-        self.read(tree.stored[number], Box.whole(leaf.shape), made)
-        return made
-
     def _file(self, name: str) -> File:
         if name not in self._files:
             if len(self._files) >= MAX_OPEN:
-                # A process may have a thousand open; a checkpoint may have more.
                 self.__exit__()
             self._files[name] = self._open.enter_context(File(self.path / name))
         return self._files[name]
 
 
-def _overlaps(stored: Stored, box: Box) -> list[tuple[Chunk, Box, Box]]:
-    """Which chunks have parts of `box`: each with the part as seen in the chunk and in the box."""
-    if len(stored.chunks) == 1 and stored.chunks[0].box == box:
-        whole = Box.whole(box.sizes)
-        return [(stored.chunks[0], whole, whole)]
-    found = []
+def _overlaps(stored: Stored, box: Box) -> Iterator[tuple[Chunk, Box, Box]]:
+    """Yield the chunks that overlap `box`, with the common part relative to chunk and box."""
     for chunk in stored.chunks:
         common = chunk.box.intersect(box)
         if common is not None:
-            found.append((chunk, common.within(chunk.box), common.within(box)))
-    return found
+            yield chunk, common.within(chunk.box), common.within(box)

@@ -1,8 +1,8 @@
-"""Tensors in a safetensors file: written in one pass, read piecewise, trusted in nothing.
+"""The safetensors format: files written in one pass and read in parts, without trust in them.
 
-The format is a length, a JSON header that says where each tensor lies, and the bytes. It cannot
-hold code. Tensors are written from where they lie and read to where they belong, a bounded chunk at
-a time, whatever their size and device.
+A file is a length, a JSON header with each tensor's place, and the bytes. It cannot hold code.
+Written by hand, not with the library: this writer streams from any device, digests while it writes,
+copies at most one chunk, and reads any box of a tensor.
 """
 
 from __future__ import annotations
@@ -12,30 +12,33 @@ import hashlib
 import json
 import math
 import os
-import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.files import (
+    Digest,
+    Progress,
+    no_progress,
+    open_plain,
+    parse_json,
+    reading,
+    writing,
+)
 from shardstep.params.storage import flat
 from shardstep.plan import Box, Interval, boxes, contiguous
 from shardstep.state.limits import is_counts, is_sizes
 
 CHUNK_NBYTES = 16 * 2**20
 MAX_HEADER_NBYTES = 100 * 2**20
-
-Progress = Callable[[int], None]
-"""Told how many more bytes were read or written."""
-
-Stages = Callable[[str, int], Progress]
-"""Told what is about to be done and with how many bytes; returns who is told how far it is."""
+THREAD_NBYTES = 2**20
+"""Smaller data is digested faster than a thread starts."""
 
 _NAMES = {
     torch.float64: "F64",
@@ -58,20 +61,12 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
-    """How long a file is, and what is in it."""
-
-    nbytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
 class Streamed:
-    """A tensor that is nowhere in memory: parts of it are read as they are written.
+    """A tensor that is not in memory: the writer reads each part when it writes it.
 
     Attributes:
         dtype, shape: its form.
-        read: copies a box of it into a contiguous tensor of the box's shape, on the CPU.
+        read: copies a box of it into a contiguous CPU tensor of the box's shape.
     """
 
     dtype: torch.dtype
@@ -90,25 +85,16 @@ class Streamed:
 
 
 Source = torch.Tensor | Streamed
-"""What can be written to a file."""
-
-
-def no_progress(nbytes: int) -> None:
-    """Tell nobody."""
-
-
-def no_stages(what: str, nbytes: int) -> Progress:
-    """Tell nobody."""
-    return no_progress
+"""A tensor to be written to a file."""
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which has to be kept alive meanwhile."""
+    """Return the memory of a contiguous CPU tensor. The caller keeps the tensor alive."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def form_of(dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """How a file describes such a tensor: as it is, or as bytes if it has no name for the dtype."""
+    """Return dtype and shape in a file's header: bytes if the format does not know the dtype."""
     if dtype in _NAMES:
         return dtype, tuple(shape)
     return torch.uint8, (math.prod(shape) * dtype.itemsize,)
@@ -120,24 +106,24 @@ def write(
     metadata: Mapping[str, str] | None = None,
     progress: Progress = no_progress,
 ) -> Digest:
-    """Write a new file and see it onto the disk.
+    """Write a new file and flush it to disk.
 
     Args:
-        path: where; there must be nothing yet.
-        tensors: what, by name. Dtypes that the format does not know are written as bytes.
+        path: where; nothing may exist there.
+        tensors: tensors by name. Dtypes that the format does not know are written as bytes.
         metadata: text for the header.
-        progress: told of every chunk.
+        progress: called after every chunk.
 
     Returns:
-        The digest of what was written.
+        The file's digest.
 
     Raises:
-        OSError: if it could not be written; what is there then is not complete.
-        ValueError: if the format cannot hold it.
+        OSError: if it could not be written. An incomplete file may remain.
+        ValueError: if the format cannot hold the tensors.
     """
     if "__metadata__" in tensors:
         raise ValueError("a tensor cannot be called '__metadata__' in a safetensors file")
-    # The widest first, so that each tensor lies at a multiple of its element size.
+    # Widest dtype first, so that each tensor starts at a multiple of its element size.
     order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -157,82 +143,41 @@ def write(
             f"{path} would have a header of {len(text):,} bytes, more than is read: {len(order):,} "
             "tensors are too many for one file"
         )
-    total = 0
-    with naming_written(path), open(path, "xb", buffering=0) as file, _Hasher() as hasher:
-
-        def put(data: memoryview | bytes) -> None:
-            # Both let other threads run: hashing costs no time of its own where there is a core.
-            hasher.begin(data)
-            written = 0
-            while written < len(data):
-                written += file.write(memoryview(data)[written:])
-            hasher.finish()
-
-        put(len(text).to_bytes(8, "little") + text)
-        total = 8 + len(text)
+    digest = hashlib.sha256()
+    with writing(path), open(path, "xb", buffering=0) as file:
+        data: memoryview = memoryview(len(text).to_bytes(8, "little") + text)
+        _write_and_digest(file, data, digest)
         for name in order:
             for chunk in _chunks(tensors[name]):
-                put(raw_bytes(chunk))
-                total += chunk.nbytes
+                _write_and_digest(file, raw_bytes(chunk), digest)
                 progress(chunk.nbytes)
         os.fsync(file.fileno())
-    return Digest(total, hasher.digest.hexdigest())
+    return Digest(8 + len(text) + end, digest.hexdigest())
 
 
-class _Hasher:
-    """Computes a digest in a thread of its own, while what goes into it is written.
-
-    Not an executor of the standard library: those take nothing more when the program is ending, and
-    a save in the background may outlive the main thread.
-
-    Attributes:
-        digest: of all that was begun and finished.
-    """
-
-    def __init__(self) -> None:
-        self.digest = hashlib.sha256()
-        self._given: SimpleQueue[memoryview | bytes | None] = SimpleQueue()
-        self._finished: SimpleQueue[None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> _Hasher:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Whoever leaves early frees the memory that is being read.
-        self._given.put(None)
-        self._thread.join()
-
-    def begin(self, data: memoryview | bytes) -> None:
-        """Take this in."""
-        self._given.put(data)
-
-    def finish(self) -> None:
-        """Wait until it has been."""
-        self._finished.get()
-
-    def _run(self) -> None:
-        while (data := self._given.get()) is not None:
-            self.digest.update(data)
-            self._finished.put(None)
-
-
-@contextmanager
-def naming_written(path: Path) -> Iterator[None]:
-    """Have what goes wrong while a file is written say which file it was."""
+def _write_and_digest(file: FileIO, data: memoryview, digest: hashlib._Hash) -> None:
+    """Write all of `data`, and digest it meanwhile: both release the GIL."""
+    # Not an executor: those refuse work at interpreter exit, and a background save may outlive
+    # the main thread.
+    hasher = threading.Thread(target=digest.update, args=(data,))
+    if len(data) > THREAD_NBYTES:
+        hasher.start()
+    else:
+        digest.update(data)
     try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        written = 0
+        while written < len(data):
+            written += file.write(data[written:])
+    finally:
+        # Even on an error: the caller frees the memory.
+        if len(data) > THREAD_NBYTES:
+            hasher.join()
 
 
 def _chunks(tensor: Source) -> Iterator[torch.Tensor]:
-    """The bytes of a tensor in C order, as contiguous pieces on the CPU."""
+    """Yield the bytes of a tensor in C order, as contiguous CPU tensors."""
     if isinstance(tensor, Streamed):
-        yield from _stretches(tensor)
+        yield from _streamed_chunks(tensor)
         return
     tensor = tensor.detach().resolve_conj().resolve_neg()
     raw = flat(tensor.contiguous()).view(torch.uint8)
@@ -240,8 +185,8 @@ def _chunks(tensor: Source) -> Iterator[torch.Tensor]:
         yield raw[start : start + CHUNK_NBYTES].cpu()
 
 
-def _stretches(source: Streamed) -> Iterator[torch.Tensor]:
-    """The elements of a tensor that is yet to be read, each stretch in the memory of the last."""
+def _streamed_chunks(source: Streamed) -> Iterator[torch.Tensor]:
+    """Yield the elements of a streamed tensor. All chunks share one buffer."""
     total = math.prod(source.shape)
     at_once = max(1, CHUNK_NBYTES // source.itemsize)
     buffer = torch.empty(min(total, at_once), dtype=source.dtype, device="cpu")
@@ -254,7 +199,7 @@ def _stretches(source: Streamed) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where one tensor lies in a file: its first and last byte, and its form."""
+    """Form and place of one tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -263,17 +208,17 @@ class Entry:
 
 
 class File:
-    """A safetensors file, opened and found to be well-formed.
+    """A safetensors file that is open for reading and has a valid header.
 
     Args:
         path: the file.
 
     Attributes:
-        entries: the tensors in it.
+        entries: its tensors by name.
         metadata: the text in its header.
 
     Raises:
-        CheckpointError: if it is not there, not a plain file, or not well-formed.
+        CheckpointError: if it is missing, not a plain file, or has no valid header.
     """
 
     def __init__(self, path: Path) -> None:
@@ -293,7 +238,7 @@ class File:
 
     def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
         size = os.fstat(self._file.fileno()).st_size
-        with naming(self._path):
+        with reading(self._path):
             length = int.from_bytes(self._file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_NBYTES):
                 raise self._bad(f"its header cannot be {length:,} bytes long in a file of {size:,}")
@@ -322,7 +267,7 @@ class File:
             dtype, shape = _DTYPES[item["dtype"]], item["shape"]
             start, stop = item["data_offsets"]
         except (TypeError, KeyError, ValueError) as error:
-            raise self._bad(f"tensor {name!r} is not described as it should be") from error
+            raise self._bad(f"tensor {name!r} has an invalid header entry") from error
         if not (is_sizes(shape) and is_counts([start, stop]) and start <= stop):
             raise self._bad(f"tensor {name!r} has impossible sizes")
         if math.prod(shape) * dtype.itemsize != stop - start:
@@ -333,10 +278,10 @@ class File:
         return CheckpointError(f"{self._path}: {what}; the file is damaged or not safetensors")
 
     def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
-        """Where a tensor lies, if it is there and has the bytes that its form needs.
+        """Return the entry of a tensor.
 
         Raises:
-            CheckpointError: if it is not, or has not.
+            CheckpointError: if it is missing, or has other bytes than the form needs.
         """
         entry = self.entries.get(name)
         if entry is None:
@@ -351,14 +296,14 @@ class File:
     def read(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], part: Box, target: torch.Tensor
     ) -> None:
-        """Copy a part of a tensor into `target`, a bounded chunk at a time.
+        """Copy a part of a tensor into `target`, one bounded chunk at a time.
 
         Args:
-            name: which tensor.
-            dtype: what its bytes are.
-            shape: the shape it has.
-            part: which part of it.
-            target: where to; of the part's shape, on any device and of any dtype.
+            name: the tensor's name.
+            dtype: the dtype of its bytes.
+            shape: its shape.
+            part: the box to copy.
+            target: a tensor of the box's shape, on any device and of any dtype.
 
         Raises:
             CheckpointError: if the file has no such tensor, or cannot be read.
@@ -370,7 +315,7 @@ class File:
     def _read_rows(
         self, start: int, dtype: torch.dtype, shape: Sequence[int], part: Box, target: torch.Tensor
     ) -> None:
-        """Read a part by rows of the first dimension; of large rows, in turn, only the part."""
+        """Read a part row by row. Recurse into rows that are too large to read at once."""
         if not shape:
             self._fetch(start, target.view(1), dtype, [1])
             return
@@ -378,8 +323,8 @@ class File:
         first, count = part.offsets[0], part.sizes[0]
         inner = Box(part.offsets[1:], part.sizes[1:])
         partial = inner != Box.whole(shape[1:])
-        # Of a row that is wanted in part, reading all of it is cheaper than many small reads, up to
-        # a point; and no row is read at once that is larger than a chunk.
+        # Reading a whole row is cheaper than many small reads, up to a point. No row larger than
+        # a chunk is read at once.
         if row_nbytes > (CHUNK_NBYTES // 16 if partial else CHUNK_NBYTES):
             for row in range(count):
                 offset = start + (first + row) * row_nbytes
@@ -402,81 +347,15 @@ class File:
     def _fetch(
         self, offset: int, target: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]
     ) -> None:
-        """Read contiguous bytes into `target`, directly where it has their form."""
+        """Read contiguous bytes into `target`, directly if it has their form."""
         direct = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
         into = target if direct else torch.empty(shape, dtype=dtype, device="cpu")
         buffer, done = raw_bytes(into), 0
         while done < len(buffer):
-            with naming(self._path):
+            with reading(self._path):
                 got = os.preadv(self._file.fileno(), [buffer[done:]], offset + done)
             if not got:
                 raise CheckpointError(f"{self._path}: the file ended while it was being read")
             done += got
         if into is not target:
             target.copy_(into)
-
-
-def open_plain(path: Path) -> Any:
-    """Open a file for reading, if it is one: no link, pipe or device.
-
-    Raises:
-        CheckpointError: if it is not there or not a plain file.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be opened as a plain file ({error.strerror})"
-        ) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path}: is not a plain file")
-    return os.fdopen(descriptor, "rb", buffering=0)
-
-
-def digest_of(path: Path, progress: Progress = no_progress) -> Digest:
-    """Read a whole file for its digest.
-
-    Raises:
-        CheckpointError: if it is not there or not a plain file.
-    """
-    digest = hashlib.sha256()
-    nbytes = 0
-    buffer = memoryview(bytearray(4 * 2**20))
-    with open_plain(path) as file, naming(path):
-        while got := file.readinto(buffer):
-            digest.update(buffer[:got])
-            nbytes += got
-            progress(got)
-    return Digest(nbytes, digest.hexdigest())
-
-
-def parse_json(text: bytes, path: Path) -> Any:
-    """What a JSON text says.
-
-    Raises:
-        CheckpointError: if it is none.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: is not readable as JSON ({error}); it is damaged"
-        ) from error
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, if it says each thing once: of two, readers would choose as they like."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("something is said twice")
-    return found
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Have what goes wrong while a file is read say which file it was."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error

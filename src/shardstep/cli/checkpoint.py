@@ -14,12 +14,13 @@ import typer
 from rich.console import Console
 
 from shardstep import checkpoint as ckpt
-from shardstep.checkpoint.offline.export import parse_nbytes
-from shardstep.cli.bytes import ByteProgress
-from shardstep.cli.checkpoint_tables import listing_report, printable, size, summary_report
+from shardstep.checkpoint.files import Stages
+from shardstep.cli.checkpoint_tables import listing_report, printable, summary_report
+from shardstep.cli.progress import byte_progress
+from shardstep.cli.sizes import parse_nbytes, show_nbytes
 
 app = typer.Typer(
-    help="Look at checkpoints, check them, cut them anew, take them to other programs and back.",
+    help="Inspect, verify, reshard, export and import checkpoints.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -31,14 +32,14 @@ NoVerify = Annotated[
 
 
 class Layout(StrEnum):
-    """How parameters are cut."""
+    """A layout."""
 
     sliced = "sliced"
     whole = "whole"
 
 
 class Form(StrEnum):
-    """What to export to."""
+    """A format to export to."""
 
     torch = "torch"
     torch_named = "torch-named"
@@ -46,13 +47,13 @@ class Form(StrEnum):
 
 
 @contextmanager
-def _spoken() -> Iterator[ByteProgress]:
-    """Bars on stderr while it goes well; one line there and exit code 1 when it does not."""
+def _reporting() -> Iterator[Stages]:
+    """Show progress and warnings on stderr; on an error, print one line there and exit with 1."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            with ByteProgress(Console(stderr=True)) as progress:
-                yield progress
+            with byte_progress(Console(stderr=True)) as stages:
+                yield stages
         except (ckpt.CheckpointError, OSError, ValueError, RuntimeError, MemoryError) as error:
             said = printable(" ".join(str(error).split())) or type(error).__name__
             typer.echo(f"error: {said}", err=True)
@@ -69,16 +70,16 @@ def inspect(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     tensors: Annotated[
-        bool, typer.Option("--tensors", help="List every tensor and the files it lies in.")
+        bool, typer.Option("--tensors", help="List every tensor and its files.")
     ] = False,
 ) -> None:
     """Show what is in a checkpoint, or which checkpoints are in a folder.
 
     Of a checkpoint: when and by what it was saved, the optimizer's class, groups and options, sizes
-    and files. Of a folder: its complete checkpoints, oldest first, and what saves that did not
-    finish have left. Reads no tensors, and takes no longer for large checkpoints.
+    and files. Of a folder: its complete checkpoints, oldest first, and the remains of failed saves.
+    Reads no tensors, and takes no longer for large checkpoints.
     """
-    with _spoken():
+    with _reporting():
         if ckpt.is_checkpoint(path):
             said = ckpt.summary(path, tensors=tensors)
             report = summary_report(said)
@@ -88,54 +89,50 @@ def inspect(
         if as_json:
             typer.echo(json.dumps(said, indent=2))
         else:
-            console = Console()
-            if not console.is_terminal:
-                console = Console(width=160)
-            console.print(report)
+            Console(width=None if Console().is_terminal else 160).print(report)
 
 
 @app.command()
 def verify(path: Source) -> None:
-    """Make sure that a checkpoint is as it was written.
+    """Check that a checkpoint is as it was written.
 
-    Compares every file with its digest, finds every chunk of every tensor in its file, and makes
-    sure that chunks make up their tensors without gaps or overlaps. Exits with 1 and names the file
-    if something is wrong.
+    Compares every file with its digest, and finds every chunk of every tensor in its file, without
+    gaps or overlaps. If something is wrong, names the file and exits with 1.
     """
-    with _spoken() as progress:
-        nbytes, num_tensors = ckpt.verify(path, stages=progress.stage)
-    typer.echo(f"OK: {printable(path)} is complete, {num_tensors:,} tensors, {size(nbytes)}")
+    with _reporting() as stages:
+        nbytes, num_tensors = ckpt.verify(path, stages=stages)
+    typer.echo(f"OK: {printable(path)} is complete, {num_tensors:,} tensors, {show_nbytes(nbytes)}")
 
 
 @app.command()
 def reshard(
     path: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
-    ranks: Annotated[int, typer.Option(min=1, help="For how many ranks to cut it.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks to reshard it for.")],
     layout: Annotated[
         Layout | None,
         typer.Option(
-            help="In which layout. [default: the one that the optimizer's class has by default]",
+            help="The layout. [default: that of the optimizer's class]",
             show_default=False,
         ),
     ] = None,
     no_verify: NoVerify = False,
 ) -> None:
-    """Cut a checkpoint anew, as another number of ranks would have written it.
+    """Rewrite a checkpoint as another number of ranks would have written it.
 
-    A checkpoint loads at any world size as it is. Cut for the ranks that load it, each reads one
-    file; cut for one rank, its model is a single `model.safetensors`. Takes about 40 MB of memory
+    A checkpoint loads at any world size as it is. Resharded for the ranks that load it, each reads
+    one file; for one rank, its model is a single `model.safetensors`. Takes about 40 MB of memory
     beyond the lists of tensors, whatever the size. The result counts as saved now: in a folder with
     others it is the newest.
     """
-    with _spoken() as progress:
+    with _reporting() as stages:
         made = ckpt.reshard(
             path,
             out,
             ranks,
             None if layout is None else layout.value,
             verify=not no_verify,
-            stages=progress.stage,
+            stages=stages,
         )
     typer.echo(f"wrote {printable(made)}")
 
@@ -155,15 +152,15 @@ def export(
         bool, typer.Option("--optimizer-only", help="The optimizer's state dict alone.")
     ] = False,
     max_shard_size: Annotated[
-        str, typer.Option(help="For safetensors: how large a file may grow.")
+        str, typer.Option(help="For safetensors: the largest size of a file.")
     ] = "5GB",
     no_verify: NoVerify = False,
 ) -> None:
     """Write a checkpoint in another program's format.
 
     **torch**: a file for `torch.load(..., weights_only=True)` with a dict of `model`, `optimizer`
-    (the plain `torch.optim` state dict) and `extra`, as far as there are; with `--model-only` or
-    `--optimizer-only` that state dict itself.
+    (the plain `torch.optim` state dict) and `extra`, as far as they were saved; with `--model-only`
+    or `--optimizer-only` that state dict itself.
 
     **torch-named**: the same with optimizer state keyed by parameter names, as
     `torch.distributed.checkpoint` and FSDP2 have it in full state dicts.
@@ -171,7 +168,7 @@ def export(
     **safetensors**: the model's weights, as Hugging Face's libraries read them.
 
     Memory: 40 MB for safetensors. For torch, that of the largest tensor, and a temporary file of
-    the size of all tensors beside OUT.
+    the size of all tensors in the folder of OUT.
     """
     if model_only and optimizer_only:
         raise typer.BadParameter("--model-only and --optimizer-only exclude each other")
@@ -179,7 +176,7 @@ def export(
         nbytes = parse_nbytes(max_shard_size)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--max-shard-size") from None
-    with _spoken() as progress:
+    with _reporting() as stages:
         made = ckpt.export(
             path,
             out,
@@ -187,7 +184,7 @@ def export(
             part="model" if model_only else "optimizer" if optimizer_only else "all",
             max_shard_nbytes=nbytes,
             verify=not no_verify,
-            stages=progress.stage,
+            stages=stages,
         )
     typer.echo(f"wrote {printable(made)}")
 
@@ -229,10 +226,10 @@ def import_(
     Takes what `torch.save` wrote: `{"model": ..., "optimizer": ...}`, an optimizer's state dict
     alone (of `torch.optim`, or as consolidated by torch's ZeroRedundancyOptimizer, or keyed by
     parameter names as FSDP2 gives it in full), or a model's. Takes weights in safetensors too.
-    Nothing is unpickled but tensors and plain values. What wrappers put into names (`module.`,
-    `_orig_mod.`) is taken out. Without names, parameters are matched by their places on load.
+    Nothing is unpickled but tensors and plain values. Prefixes of wrappers (`module.`,
+    `_orig_mod.`) are removed from names. Without names, `load` matches parameters by position.
     """
-    with _spoken() as progress:
+    with _reporting() as stages:
         made = ckpt.import_file(
             file,
             out,
@@ -240,6 +237,6 @@ def import_(
             optimizer_key=optimizer_key,
             names=None if names is None else names.read_text().splitlines(),
             optimizer_class=optimizer_class,
-            stages=progress.stage,
+            stages=stages,
         )
     typer.echo(f"wrote {printable(made)}")

@@ -1,29 +1,31 @@
-"""What the rest of the library asks of communication, and the answer of a single rank."""
+"""The interface of communication, and its implementation for a single rank."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> None:
-        """Block until its result may be used (on an accelerator: by the current stream).
+        """Block until the result may be used (on an accelerator: by the current stream).
 
-        May be called again, and returns at once then.
+        A second call returns at once.
         """
 
 
 @dataclass(slots=True)
 class Ledger:
-    """What went through the door: calls and bytes sent by this rank, by operation."""
+    """Calls made and bytes sent by this rank, by operation."""
 
     calls: Counter[str] = field(default_factory=Counter)
     nbytes_sent: Counter[str] = field(default_factory=Counter)
@@ -35,44 +37,43 @@ class Ledger:
 
 
 class Comm(Protocol):
-    """What the rest of the library asks of communication.
+    """Communication among the ranks of one group.
 
-    Every method is called on every rank of the group, in the same order, except `send` and
-    `receive`, which are called on the two ranks concerned. What was launched goes on by itself: a
-    rank that waits for its result needs the others to have launched it, and nothing else of them.
+    Every rank of the group calls the same methods in the same order. `send` and `receive` are the
+    exception: only the two ranks concerned call them. A launched operation needs no further help
+    from its rank: the other ranks can finish theirs before this one waits.
 
     Attributes:
+        group: the process group, if there is one.
         group_rank: this rank within the group.
         world_size: number of ranks in the group.
         ledger: what this rank has sent so far.
-        relaying: whether segments of different lengths are relayed where that is less.
     """
 
+    group: dist.ProcessGroup | None
     group_rank: int
     world_size: int
     ledger: Ledger
-    relaying: bool
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group, if there is one."""
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
-        """Fill flat `buffer` with every rank's segment; this rank's is there already.
+        """Fill flat `buffer` with the segments of all other ranks.
 
-        Called on every rank. `cuts` are the `world_size + 1` bounds of the segments.
+        Called on every rank, each with its own segment in place. `cuts` are the `world_size + 1`
+        bounds of the segments.
         """
 
     def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
-        """Put the sum over all ranks of this rank's segment of flat `buffer` into `out`.
+        """Sum this rank's segment of flat `buffer` over all ranks into `out`.
 
-        Called on every rank. `buffer` is left in an unspecified state. What travels has its dtype;
-        if `out` has a wider one, the exchange way adds up in that, and the collective way in the
-        dtype that travels.
+        Called on every rank. `buffer` travels in its own dtype and is left unspecified. Over Gloo
+        the sum is taken in the wider dtype of `buffer` and `out`, elsewhere in that of `buffer`.
         """
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's `payload`, in rank order. Called on every rank; payloads may differ."""
+        """Return the payload of every rank, in rank order.
+
+        Called on every rank; the payloads may differ in length.
+        """
 
     def send(self, data: torch.Tensor, target: int) -> None:
         """Send flat bytes to group rank `target`, which calls `receive`."""
@@ -81,24 +82,38 @@ class Comm(Protocol):
         """Receive flat bytes from group rank `source`, which calls `send`."""
 
     def new_connection(self, backend: str | None = None) -> Comm:
-        """The same ranks on other connections, whose traffic does not queue behind this one's.
+        """Connect the same ranks again, so that traffic here and there does not queue.
 
-        Called on every rank. `backend` is another than this one's, if given.
+        Called on every rank.
+
+        Args:
+            backend: the backend of the new connection; the same as here if None.
         """
 
 
-class Done:
-    """A collective that had nothing to do."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class SoloComm:
-    """One rank, which has everything already.
+def all_gather_json(comm: Comm, value: Any) -> list[Any]:
+    """Return the `value` of every rank, in rank order. Called on every rank.
 
     Args:
-        group: the process group of one that it stands for, if there is one.
+        comm: the ranks.
+        value: anything that JSON can hold.
+    """
+    return [json.loads(text) for text in comm.all_gather_bytes(json.dumps(value).encode())]
+
+
+class Done(Work):
+    """A collective that had nothing to do."""
+
+    @override
+    def wait(self) -> None:
+        pass
+
+
+class SoloComm(Comm):
+    """A single rank, which already has everything.
+
+    Args:
+        group: the process group of one rank, if there is one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -106,33 +121,32 @@ class SoloComm:
         self.group_rank = 0
         self.world_size = 1
         self.ledger = Ledger()
-        self.relaying = False
 
+    @override
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
-        """Nothing to fetch."""
         self.ledger.note("all_gather", 0)
         return Done()
 
+    @override
     def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
-        """The sum over one rank is what it has."""
         self.ledger.note("reduce_scatter", 0)
         if out is not buffer:
             out.copy_(buffer)
         return Done()
 
+    @override
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Its own payload."""
         self.ledger.note("all_gather_bytes", 0)
         return [payload]
 
+    @override
     def send(self, data: torch.Tensor, target: int) -> None:
-        """There is nobody to send to."""
-        raise AssertionError("a single rank sends nothing")
+        raise AssertionError("a single rank has no rank to send to")
 
+    @override
     def receive(self, data: torch.Tensor, source: int) -> None:
-        """There is nobody to receive from."""
-        raise AssertionError("a single rank receives nothing")
+        raise AssertionError("a single rank has no rank to receive from")
 
+    @override
     def new_connection(self, backend: str | None = None) -> SoloComm:
-        """Another single rank."""
         return SoloComm(self.group)

@@ -1,4 +1,4 @@
-"""What may be waited for, once or in several rounds, and what it says when it fails."""
+"""Waiting for backend works, with errors that name the operation."""
 
 from __future__ import annotations
 
@@ -6,52 +6,52 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from typing_extensions import override
+
 from shardstep.comm.api import Work
+
+Finish = Callable[[], object]
+"""The rest of an operation, to be done once its works are complete."""
 
 
 @contextmanager
 def naming(operation: str) -> Iterator[None]:
-    """Have what the backend raises say what it was that failed."""
+    """Name `operation` in every error that the backend raises."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(f"shardstep: {operation} failed: {error}") from error
 
 
-class Works:
-    """Several backend works that make up one operation."""
+class Launched(Work):
+    """The backend works of one operation, and the rest of it.
 
-    def __init__(self, operation: str, works: Sequence[Any]) -> None:
+    Args:
+        operation: its name, for errors.
+        works: what the backend returned.
+        finish: called in order after the works are complete, once.
+    """
+
+    def __init__(self, operation: str, works: Sequence[Any], finish: Sequence[Finish] = ()) -> None:
         self._operation = operation
         self._works = works
+        self._finish = finish
         self._error: BaseException | None = None
 
+    @override
     def wait(self) -> None:
-        """Wait for each, naming the operation when the backend gives up."""
         if self._error is not None:
-            # What failed, or was interrupted, has not arrived the second time it is asked for.
+            # An operation that failed or was interrupted stays incomplete.
             raise RuntimeError(f"shardstep: {self._operation} failed before") from self._error
-        # Gloo waits in vain for a message that was waited for before.
+        # Gloo hangs on a work that was waited for before.
         works, self._works = self._works, ()
+        finish, self._finish = self._finish, ()
         try:
             with naming(self._operation):
                 for work in works:
                     work.wait()
+            for act in finish:
+                act()
         except BaseException as error:
             self._error = error
             raise
-
-
-class Then:
-    """An operation with something left to do once it has arrived."""
-
-    def __init__(self, pending: Work, finish: Callable[[], object]) -> None:
-        self._pending = pending
-        self._finish: Callable[[], object] | None = finish
-
-    def wait(self) -> None:
-        """Wait, then do the rest, once."""
-        self._pending.wait()
-        if self._finish is not None:
-            self._finish()
-            self._finish = None

@@ -1,1 +1,1 @@
-"""A small language model trained twice, with and without sharding, to see the promise kept."""
+"""The demo of `shardstep demo`: a small GPT, its text, and the training runs it compares."""

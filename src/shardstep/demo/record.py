@@ -1,29 +1,18 @@
-"""What the demo was asked to do and what it measured, as plain frozen records."""
+"""Records of the demo: its configuration and its measurements."""
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shardstep.demo.gpt import GPTConfig
 
-WARMUP_STEPS = 2
-"""Steps left out of times and traffic: DDP rebuilds its buckets, state is allocated."""
+EQUAL = "equal, bit for bit"
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What the demo trains, and for how long.
-
-    Attributes:
-        model: The shape of the GPT.
-        ranks: Number of local processes.
-        steps: Training steps of each run.
-        seed: Chooses the initial weights and the batches.
-        batch_size: Sequences per rank and step.
-        learning_rate: AdamW's.
-    """
+    """The demo's model and training; `batch_size` is the number of sequences per rank and step."""
 
     model: GPTConfig = field(default_factory=GPTConfig)
     ranks: int = 2
@@ -32,28 +21,17 @@ class DemoConfig:
     batch_size: int = 8
     learning_rate: float = 1e-3
 
-    def __post_init__(self) -> None:
-        """Refuse numbers that would leave nothing to train or to measure."""
-        if self.ranks < 1:
-            raise ValueError(f"ranks must be at least 1, got {self.ranks}")
-        if self.steps <= WARMUP_STEPS:
-            raise ValueError(
-                f"steps must be more than the {WARMUP_STEPS} warm-up steps, got {self.steps}"
-            )
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
-
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank measured in one run.
+    """Measurements of one rank in one run.
 
     Attributes:
-        losses: This rank's loss at every step.
+        losses: the loss of every step.
         digest: SHA-256 of the final parameters.
-        state_nbytes: Bytes of optimizer state this rank holds.
-        sent_nbytes_per_step: Bytes this rank sent per step, or None where that cannot be read.
-        ms_per_step: Median time of a step.
+        state_nbytes: bytes of optimizer state on this rank.
+        sent_nbytes_per_step: bytes that this rank sent per step; None if the system does not tell.
+        ms_per_step: median time of a step.
     """
 
     losses: tuple[float, ...]
@@ -64,97 +42,26 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """One of the demo's training runs.
-
-    Attributes:
-        name: What was trained with, for people.
-        ranks: What each rank measured, in rank order.
-    """
-
-    name: str
-    ranks: tuple[RankRecord, ...]
-
-    @property
-    def final_loss(self) -> float:
-        """The last step's loss over the global batch."""
-        return statistics.fmean(rank.losses[-1] for rank in self.ranks)
-
-    @property
-    def ms_per_step(self) -> float:
-        """The slowest rank's median step."""
-        return max(rank.ms_per_step for rank in self.ranks)
-
-    @property
-    def sent_nbytes_per_step(self) -> float | None:
-        """Bytes sent per rank and step, or None where they cannot be read."""
-        sent = [rank.sent_nbytes_per_step for rank in self.ranks]
-        known = [nbytes for nbytes in sent if nbytes is not None]
-        return statistics.fmean(known) if len(known) == len(sent) else None
-
-
-@dataclass(frozen=True)
 class DemoRecord:
-    """The demo's outcome.
-
-    Attributes:
-        config: What was asked for.
-        num_parameters: Parameters of the model.
-        torch_version: The torch that ran it.
-        unsharded: DDP with the plain optimizer.
-        sharded: The runs with the sharded one.
-    """
+    """All runs of a demo: the records of the ranks, by run; the first run is unsharded."""
 
     config: DemoConfig
     num_parameters: int
     torch_version: str
-    unsharded: RunRecord
-    sharded: tuple[RunRecord, ...]
+    runs: dict[str, list[RankRecord]]
 
-    def first_differing_step(self, run: RunRecord) -> int | None:
-        """The first step, counted from 1, whose loss differs on some rank; None if none does."""
-        pairs = list(zip(self.unsharded.ranks, run.ranks, strict=True))
+    def verdict(self, run: str) -> str:
+        """Compare a run with the unsharded one; `EQUAL` if no bit differs on any rank."""
+        unsharded = next(iter(self.runs.values()))
+        pairs = list(zip(unsharded, self.runs[run], strict=True))
         for step in range(self.config.steps):
-            # As text, because two equal NaNs are the same number here and 0.0 is not -0.0.
+            # As text: two equal NaNs are the same number here, and 0.0 is not -0.0.
             if any(a.losses[step].hex() != b.losses[step].hex() for a, b in pairs):
-                return step + 1
-        return None
-
-    def equal(self, run: RunRecord) -> bool:
-        """Whether every loss and the final parameters agree bit for bit, on every rank."""
-        return self.first_differing_step(run) is None and self._equal_parameters(run)
-
-    def verdict(self, run: RunRecord) -> str:
-        """The comparison of a run with the unsharded one in a few words."""
-        first = self.first_differing_step(run)
-        if first is not None:
-            return f"different from step {first} on"
-        if not self._equal_parameters(run):
+                return f"different from step {step + 1} on"
+        if any(a.digest != b.digest for a, b in pairs):
             return "equal losses, but different final parameters"
-        return "equal, bit for bit"
-
-    def _equal_parameters(self, run: RunRecord) -> bool:
-        pairs = zip(self.unsharded.ranks, run.ranks, strict=True)
-        return all(a.digest == b.digest for a, b in pairs)
+        return EQUAL
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record with its conclusions, ready for JSON."""
-        sharded = [
-            {
-                **_with_means(run),
-                "equal": self.equal(run),
-                "verdict": self.verdict(run),
-                "first_differing_step": self.first_differing_step(run),
-            }
-            for run in self.sharded
-        ]
-        return asdict(self) | {"unsharded": _with_means(self.unsharded), "sharded": sharded}
-
-
-def _with_means(run: RunRecord) -> dict[str, Any]:
-    return {
-        **asdict(run),
-        "final_loss": run.final_loss,
-        "ms_per_step": run.ms_per_step,
-        "sent_nbytes_per_step": run.sent_nbytes_per_step,
-    }
+        """Return the record and the verdicts, for JSON."""
+        return {**asdict(self), "verdicts": {run: self.verdict(run) for run in self.runs}}

@@ -1,7 +1,7 @@
-"""Which layout an optimizer class needs: found by trying the class, if nobody knows.
+"""Which layout an optimizer class admits: declared, known, or found by probing.
 
-Reading order: `unseen` (somebody's class is run and nothing shows of it), `trial` (on what it is
-run), `same` (compared to the bit), `race` (together, apart and in slices), `constants` (in place of
-random numbers), `probe` (the verdict), `beside` (dtypes that do not go together), `cost` (what a
-step costs), `choose` (the layout of each group) with `overrides` (what no layout is right for).
+Reading order: `recipe` (a class with its options), `trial` (one run of it on small tensors),
+`random_numbers` (detected and replaced), `compare` (tensors together, apart and in slices), `probe`
+(the verdict), `known_classes` (no probe needed), `cost` (operations per step) and `choose` (the
+layout of each group).
 """

@@ -1,36 +1,90 @@
-"""Refuses options that a class looks up by what ranks do not share: identity or place of a tensor.
-
-bitsandbytes lets single parameters have other options than their group, such as 32 bits in an 8-bit
-class, and remembers them by `id` or by their number in the group. A rank steps on views of them,
-and on other ones under those numbers, so it would treat none that way, or the wrong ones.
-"""
+"""Classes whose layout needs no probe, and options that no layout can honour."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
+import torch
+
+from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.multi_class import CLASS_KEY
+from shardstep.local.sandbox import sandbox
 from shardstep.params.inputs import unwrap_partial
+from shardstep.plan import Layout
+
+ELEMENT_WISE: frozenset[Any] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.ASGD,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+    }
+)
+"""Classes known to be element-wise. A test compares this with the probe."""
 
 
-def refuse_overrides(optimizer_class: Any) -> None:
-    """Make sure that a class of bitsandbytes was told nothing about single parameters.
+def is_element_wise(optimizer_class: Any) -> bool:
+    """Return whether a class is known to be element-wise.
+
+    A function that makes such a class may also add hooks, so it is not known.
+    """
+    plain = unwrap_partial(optimizer_class)
+    return isinstance(plain, type) and plain in ELEMENT_WISE
+
+
+def declared_layout(recipe: OptimizerRecipe, construct: bool) -> Layout | None:
+    """Return the `shardstep_layout` that a class declares.
+
+    Args:
+        recipe: the class and its options.
+        construct: whether to find the class that a function makes, by calling it.
 
     Raises:
-        ValueError: if it was.
+        ValueError: if it is no layout.
     """
-    optimizer_class = unwrap_partial(optimizer_class)
+    plain = unwrap_partial(recipe.optimizer_class)
+    declared: Layout | None = getattr(plain, "shardstep_layout", None)
+    if declared is None and construct and not isinstance(plain, type):
+        # The probe reports what it raises.
+        with sandbox(plain, torch.device("cpu")), contextlib.suppress(Exception):
+            made = recipe.make([[torch.nn.Parameter(torch.zeros(2, 2))]], torch.device("cpu"))
+            declared = getattr(made, "shardstep_layout", None)
+    if declared not in (None, "sliced", "whole"):
+        raise ValueError(
+            f"{recipe.name}.shardstep_layout must be 'sliced' or 'whole', not {declared!r}"
+        )
+    return declared
+
+
+def refuse_per_parameter_options(optimizer_class: Any) -> None:
+    """Raise if bitsandbytes has options for single parameters of this class.
+
+    It looks them up by `id` or by position in the group. A rank steps on views with other ids and
+    positions, so it would apply none of them, or the wrong ones.
+
+    Raises:
+        ValueError: if there are any.
+    """
+    plain = unwrap_partial(optimizer_class)
     library: Any = sys.modules.get("bitsandbytes.optim.optimizer")
     base = getattr(library, "Optimizer8bit", None)
-    if base is None or not isinstance(optimizer_class, type):
+    if base is None or not isinstance(plain, type):
         return
     manager = library.GlobalOptimManager.get_instance()
-    told = manager.pid2config or manager.index2config or manager.module_weight_config_triple
-    if told and issubclass(optimizer_class, base):
+    options = manager.pid2config or manager.index2config or manager.module_weight_config_triple
+    if options and issubclass(plain, base):
         raise ValueError(
             "bitsandbytes' GlobalOptimManager has options for single parameters (StableEmbedding "
-            f"gives it some), which {optimizer_class.__name__} does not find on a rank that holds "
-            "other tensors; clear its pid2config, index2config and module_weight_config_triple, "
-            f"and give those parameters a group and an {CLASS_KEY!r} of their own"
+            f"sets some), which {plain.__name__} cannot find on a rank; clear its pid2config, "
+            "index2config and module_weight_config_triple, and give those parameters a group with "
+            f"its own {CLASS_KEY!r}"
         )

@@ -1,96 +1,100 @@
-"""What an optimizer class looks at when it updates an element, found by trying it.
+"""The probe: finds out by trial which layout an optimizer class admits.
 
-The class is run with its options on a few small tensors: as it is (all tensors in one optimizer),
-with each tensor in an optimizer of its own, and with each tensor cut into slices as ranks would
-hold them. What comes out is compared to the bit: parameters, state, and what is kept in groups.
+The class runs on a few small tensors: all in one optimizer, each in its own, and cut into slices as
+ranks would hold them. Parameters, state and group options are compared to the bit.
 
-- Slices give the same as the whole: the class is *element-wise*.
+- Slices give the same as whole tensors: the class is *element-wise*.
 - Tensors apart give the same as tensors together, but slices do not: it is *per tensor*.
-- Tensors apart give something else: it is *coupled* across tensors.
-- It draws random numbers: no two ranks would draw what one would have drawn. Which of the three it
-  is beyond that, is found out with the random numbers replaced by constants.
-- It cannot be run on what we have for it: it stays *untried*.
+- Tensors apart differ: it is *coupled*.
+- It draws random numbers: ranks would draw others. Constants in their place show the rest.
+- It does not run on these tensors: it is *untried*.
 
-Two small matrices take a step or two, which shows most differences; then two larger ones, of one
-shape and in one group, take many steps, and some tensors of other sizes and dimensions a few.
-Classes may treat large tensors otherwise: the last are large, and beyond every number among the
-options that may be the size where that begins. Gradients differ in scale from tensor to tensor and
-from step to step; one is missing once, one is zero, one is huge and one not finite; and a closure
-is passed now and then.
-
-It is to take less than 100 ms (benchmarks/probe.py). So nobody takes a step that cannot change the
-verdict (`race`), and a class whose steps take long is left at small tensors.
+Two small matrices show most differences in two steps. Then follow two matrices of one shape for
+many steps, tensors of other dimensions with extreme gradients, and large tensors. The largest
+exceed every number among the options that may be a size. Classes may treat those differently. A
+class with slow steps that needs whole tensors takes fewer steps. benchmarks/probe.py measures the
+time: less than 0.1 s for nearly all classes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from enum import StrEnum
 
 import torch
-from torch.optim import Optimizer
 
-from shardstep.layouts.compare import DECIDED, HEAD, PARAMETER, RAISED, DrawsRandomNumbers, Race
-from shardstep.layouts.constants import constants_everywhere, quick_constants
-from shardstep.layouts.trial import (
-    LARGE,
-    OTHERS,
-    PLAIN,
-    SMALL,
-    SMALL_OTHERS,
-    TWINS,
-    EvaluatesBetween,
-    NotTried,
-    Shapes,
-    Trial,
-    trials,
-)
+from shardstep.layouts.compare import Comparison, DrawsRandomNumbers, compare
+from shardstep.layouts.random_numbers import constant_random_numbers
+from shardstep.layouts.recipe import OptimizerRecipe
+from shardstep.layouts.trial import Coupled, Difference, Stage, Trial, TrialFailed, What, trials
 from shardstep.local.sandbox import sandbox
 from shardstep.plan import Layout
 
-Kind = Literal["element-wise", "per tensor", "coupled", "untried"]
+SMALL = Stage(((17, 11), (13, 19)), steps=2, dealt=True)
+"""Cheap for any class. Some keep a matrix with as many rows as a slice has elements."""
 
-STEPS = 40
-"""How many steps a class has to be element-wise for: some begin with something else late."""
+MATRICES = Stage(((33, 22), (33, 22)), steps=40)
+"""Many steps, since some classes change their rule late. No multiples of a vector register."""
 
-OTHER_STEPS = 7
-"""How many steps the other shapes take."""
+OTHERS = Stage(((139,), (), (12, 10, 3, 3)), steps=7, dealt=True, extreme=True)
+"""Other numbers of dimensions."""
 
-GLANCE = 2
-"""How many steps show whether slices differ, for nearly all classes."""
+PLAIN = Stage(((19, 13), (13, 19)), steps=7, extreme=True)
+"""In place of `OTHERS`, for classes that take matrices only."""
 
-FEWEST = 3
-"""How many steps other shapes take if steps take long: gradients have been of all sizes then, and a
-closure has been passed."""
+LARGE = Stage(((128, 136), (131, 131)), steps=7)
+"""Above known thresholds: 128 rows or columns, 4,096 elements, multiples of 256, square."""
+
+IF_SLOW = {
+    MATRICES: Stage(((17, 11), (17, 11)), steps=10),
+    OTHERS: Stage(((99,), (), (6, 5, 3, 3)), steps=3, dealt=True, extreme=True),
+}
+"""For slow classes that are known to need whole tensors."""
+
+ENOUGH_ELEMENTS = 16_384
+"""Tensors for a size among the options have at least so many elements, as `LARGE` has."""
+
+MANY_ROWS = 2**16
+"""No class is expected to treat rows or columns differently beyond this number."""
+
+
+class Kind(StrEnum):
+    """What the update of an element depends on."""
+
+    ELEMENT_WISE = "element-wise"
+    PER_TENSOR = "per tensor"
+    COUPLED = "coupled"
+    UNTRIED = "untried"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found out about a class with its options.
+    """The result of a probe.
 
     Attributes:
-        kind: what an update of an element depends on.
-        why: how that is known, in words.
-        random: whether it draws random numbers.
-        loose: whether it keeps state that belongs to no parameter.
-        error: what it raised if it could not even be constructed.
-        filled: whether that holds only if groups of which a rank has nothing are filled.
+        kind: what the update of an element depends on.
+        why: the reason, in words that follow the name of the class.
+        difference: what the reason is derived from, if anything differed.
+        random: whether the class draws random numbers.
+        global_state: whether it keeps state that belongs to no parameter.
+        error: the exception of its constructor, if that failed.
+        fill_empty_groups: whether groups that are empty on a rank need a placeholder.
     """
 
     kind: Kind
     why: str
+    difference: Difference | None = None
     random: bool = False
-    loose: bool = False
+    global_state: bool = False
     error: Exception | None = None
-    filled: bool = False
+    fill_empty_groups: bool = False
 
     @property
     def layout(self) -> Layout | None:
-        """The layout in which it can be divided among ranks; None if there is none."""
-        layouts: dict[Kind, Layout] = {"element-wise": "sliced", "per tensor": "whole"}
+        """The layout in which the class can be sharded, if any."""
+        layouts: dict[Kind, Layout] = {Kind.ELEMENT_WISE: "sliced", Kind.PER_TENSOR: "whole"}
         return layouts.get(self.kind)
 
     def __str__(self) -> str:
@@ -98,56 +102,49 @@ class Verdict:
 
 
 def probe(
-    optimizer_class: Callable[..., Optimizer],
-    defaults: Mapping[str, Any],
-    group_options: Mapping[str, Any],
+    recipe: OptimizerRecipe,
     dtype: torch.dtype = torch.float32,
     devices: Sequence[torch.device] = (torch.device("cpu"),),
-    sizes: tuple[int, ...] = (),
+    sizes: Sequence[int] = (),
 ) -> Verdict:
-    """Find out what `optimizer_class` looks at.
+    """Find out what updates of an optimizer class depend on.
 
-    The answer is the same in every process. Nothing that can be seen is left behind.
+    The verdict is the same in every process, and the probe has no side effects.
 
     Args:
-        optimizer_class: the class, or whatever makes an optimizer out of groups and options.
-        defaults: options that it is called with.
-        group_options: options that its groups have of their own.
+        recipe: the class and its options.
         dtype: of the parameters.
-        devices: where to try it; further ones only if it does not run on those before.
-        sizes: numbers of elements, rows or columns at which it may make a difference.
+        devices: to run on. Later ones are for classes that do not run on earlier ones.
+        sizes: numbers of elements, rows or columns that may make a difference.
     """
-    while isinstance(optimizer_class, functools.partial) and not optimizer_class.args:
-        defaults = {**optimizer_class.keywords, **defaults}
-        optimizer_class = optimizer_class.func
+    recipe = recipe.unwrapped()
     if not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize < 2:
         dtype = torch.float32
-    error: Exception | None = None
-    made = False
-    for trial in trials(optimizer_class, defaults, group_options, dtype, devices, sizes):
-        with sandbox(optimizer_class, trial.device), _one_thread():
+    failure: TrialFailed | None = None
+    for trial in trials(recipe, (dtype,), devices):
+        with sandbox(recipe.optimizer_class, trial.device), _one_thread():
             try:
-                verdict = _judge(trial)
-            except NotTried as failure:
-                # What is reported is how far it came at best.
-                if error is None or (failure.made and not made):
-                    error, made = failure.error, failure.made
+                verdict = _judge(trial, sizes)
+            except TrialFailed as failed:
+                # Report the trial that came furthest.
+                if failure is None or (failed.constructed and not failure.constructed):
+                    failure = failed
                 continue
-        filling = ["with a tensor without elements in empty groups"] if verdict.filled else []
-        notes = ", ".join([*trial.notes, *filling])
-        return replace(verdict, why=f"{verdict.why} ({notes})" if notes else verdict.why)
-    assert error is not None
-    stage = "a step of it" if made else "constructing it"
+        filled = ["with placeholders in empty groups"] if verdict.fill_empty_groups else []
+        notes = ", ".join([*trial.notes, *filled])
+        return replace(verdict, why=f"{verdict.why} (probed {notes})" if notes else verdict.why)
+    assert failure is not None
+    stage = "a step" if failure.constructed else "constructing it"
     return Verdict(
-        "untried",
-        f"{stage} on small tensors raised {type(error).__name__}: {error}",
-        error=None if made else error.with_traceback(None),
+        Kind.UNTRIED,
+        f"{stage} on small tensors raised {type(failure.error).__name__}: {failure.error}",
+        error=None if failure.constructed else failure.error.with_traceback(None),
     )
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Large tensors are divided among threads, and the parts' ends are computed otherwise."""
+    # Threads divide large tensors, and compute the ends of their parts with other instructions.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -156,114 +153,111 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _judge(trial: Trial) -> Verdict:
-    """Run the class in one way; if tensors seem coupled, with empty groups filled.
-
-    Raises:
-        NotTried: if it does not run in this way.
-    """
-    verdict = _judge_as_it_is(trial)
-    if verdict.kind == "coupled" and PARAMETER not in verdict.why and trial.num_groups > 1:
-        with contextlib.suppress(NotTried):
-            other = _judge_as_it_is(replace(trial, filled=True))
-            if other.kind != "coupled":
-                return replace(other, filled=True)
-            # What is in the way of it apart from that; not that it cannot be filled either.
-            return verdict if RAISED in other.why else other
-    return verdict
-
-
-def _judge_as_it_is(trial: Trial) -> Verdict:
+def _judge(trial: Trial, sizes: Sequence[int]) -> Verdict:
+    """Judge one trial. If empty groups may be to blame, judge it with placeholders in them."""
+    verdict = _judge_random(trial, sizes)
+    blameless = (None, What.PARAMETER, What.CLOSURE)
+    what = verdict.difference.what if verdict.difference else None
+    if verdict.kind is not Kind.COUPLED or what in blameless or trial.num_groups == 1:
+        return verdict
     try:
+        filled = _judge_random(replace(trial, fill_empty_groups=True), sizes)
+    except TrialFailed:
+        return verdict
+    if filled.kind is not Kind.COUPLED:
+        return replace(filled, fill_empty_groups=True)
+    # The other obstacle, unless it is the placeholder.
+    raised = filled.difference is not None and filled.difference.what is What.RAISED
+    return verdict if raised else filled
+
+
+def _judge_random(trial: Trial, sizes: Sequence[int]) -> Verdict:
+    """Judge one trial, with constants if the class draws random numbers."""
+    try:
+        return _Examination(trial).run_all(sizes)
+    except DrawsRandomNumbers:
+        with constant_random_numbers():
+            verdict = _Examination(replace(trial, constants=True)).run_all(sizes)
+        return replace(verdict, random=True)
+
+
+class _Examination:
+    """The stages of one trial."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._sliced = Difference(What.SPARSE) if trial.sparse else None
+        self._slow = False
+
+    def run_all(self, sizes: Sequence[int]) -> Verdict:
+        """Run the stages, unless the class fails or draws random numbers."""
         try:
-            return _compare(trial)
-        except DrawsRandomNumbers:
-            for constants in (quick_constants, constants_everywhere):
-                with constants():
-                    verdict = _compare(trial, watch=False)
-                if verdict.kind != "coupled":
-                    break
-            return replace(verdict, random=True)
-    except EvaluatesBetween as found:
-        return Verdict("coupled", str(found))
+            return self._run_all(sizes)
+        except Coupled as coupled:
+            why = _why_coupled(coupled.difference)
+            found = Verdict(Kind.COUPLED, why, coupled.difference)
+            return replace(found, global_state=coupled.global_state)
+
+    def _run_all(self, sizes: Sequence[int]) -> Verdict:
+        needs_matrices = False
+        # A class may refuse small tensors, other dimensions or infinities.
+        small = self._run(SMALL, may_fail=True)
+        self._slow = small.slow and self._sliced is not None
+        matrices = self._run(MATRICES)
+        if not matrices.moved:
+            error = RuntimeError(f"no parameter changed in {MATRICES.steps} steps")
+            raise TrialFailed(error, constructed=True)
+        if not self._trial.sparse:
+            others = self._run(OTHERS, may_fail=True)
+            needs_matrices = others.failure is not None and not others.moved
+            if others.failure is not None and not self._slow:
+                self._run(PLAIN, may_fail=True)
+        for stage in (LARGE, *map(_stage_for_size, sizes)):
+            if self._sliced is None or self._sliced.what is What.SPARSE:
+                # Must not fail: another device may run these, and not element-wise.
+                self._run(stage)
+        if self._sliced is None:
+            kind, why = Kind.ELEMENT_WISE, "updates each element on its own"
+        else:
+            kind, why = Kind.PER_TENSOR, _why_whole(self._sliced, needs_matrices)
+        return Verdict(kind, why, self._sliced, global_state=matrices.global_state)
+
+    def _run(self, stage: Stage, may_fail: bool = False) -> Comparison:
+        found = compare(
+            self._trial, IF_SLOW.get(stage, stage) if self._slow else stage, self._sliced
+        )
+        self._sliced = found.sliced
+        if found.failure is not None and not may_fail:
+            raise found.failure
+        return found
 
 
-def _compare(trial: Trial, watch: bool = True) -> Verdict:
-    glance = _glance(trial, watch)
-    unlike = glance.unlike if glance else None
-    if glance and glance.coupled is not None:
-        race, brief = glance, True
-    elif glance and unlike is not None and glance.long:
-        race, brief = Race(replace(trial, shapes=TWINS), watch, unlike), True
-        race.go(DECIDED - GLANCE)
-    else:
-        race, brief = Race(trial, watch, unlike), False
-        if not race.set_off(STEPS):
-            raise NotTried(RuntimeError(f"no parameter changed in {STEPS} steps"), made=True)
-        race.go(HEAD)
-    coupled = race.coupled
-    if coupled is None:
-        coupled = _try_others(race, trial, watch, brief)
-    if coupled is None and not brief:
-        race.go(STEPS)
-        coupled = race.coupled
-    loose = bool(race.together.loose)
-    if coupled is not None:
-        why = f"with each tensor in an optimizer of its own, {coupled}"
-        return Verdict("coupled", why, loose=loose)
-    if trial.sparse:
-        why = "a sparse gradient cannot be cut into slices"
-        return Verdict("per tensor", why, loose=loose)
-    if race.unlike is not None:
-        why = f"with tensors cut into slices, {race.unlike}"
-        return Verdict("per tensor", why, loose=loose)
-    why = f"slices came to the same bits as whole tensors in {STEPS} steps"
-    return Verdict("element-wise", why, loose=loose)
+def _stage_for_size(size: int) -> Stage:
+    """Return tensors with a multiple of `size` elements, rows and columns."""
+    many = size > MANY_ROWS
+    length = size * max(1 if many else 2, -(-ENOUGH_ELEMENTS // (2 * size)))
+    return Stage(((2, length),) if many else ((length, 2), (2, length)), steps=LARGE.steps)
 
 
-def _glance(trial: Trial, watch: bool) -> Race | None:
-    """Run the class on small matrices for a step or two; None if nothing comes of that."""
-    with contextlib.suppress(NotTried):
-        race = Race(replace(trial, shapes=SMALL), watch)
-        if race.set_off(GLANCE):
-            race.go(GLANCE)
-            return race
-    return None
+def _why_whole(sliced: Difference, needs_matrices: bool) -> str:
+    if sliced.what is What.RAISED and needs_matrices:
+        return "needs 2-D parameters"
+    return {
+        What.PARAMETER: "updates each tensor as a whole",
+        What.STATE: "keeps state that does not split with its tensor",
+        What.GROUP_OPTION: f"computes group option {sliced.detail} from whole tensors",
+        What.GLOBAL_STATE: "computes global state from whole tensors",
+        What.RAISED: f"takes no flat slices ({sliced.detail})",
+        What.SPARSE: "takes sparse gradients, which are not sliced",
+    }[sliced.what]
 
 
-def _try_others(race: Race, trial: Trial, watch: bool, brief: bool) -> str | None:
-    """Run the class on other shapes for a few steps.
-
-    Whether slices have come to something else is noted in `race`, which need not go on for long
-    then.
-
-    Args:
-        race: the one on matrices.
-        trial: how the class is run.
-        watch: whether to find out if random numbers are drawn.
-        brief: whether steps take long, so that few have to do.
-
-    Returns:
-        How tensors apart differed from tensors together; None if they did not.
-    """
-
-    def run(shapes: Shapes) -> str | None:
-        other = Race(replace(trial, shapes=shapes), watch, race.unlike)
-        try:
-            other.go(FEWEST if brief else OTHER_STEPS)
-        finally:
-            race.unlike = other.unlike  # also if it does not go all the way
-        return other.coupled
-
-    coupled = None
-    if not trial.sparse:
-        # What does not take some shapes, or gradients that are not finite, is not asked to.
-        for shapes in (SMALL_OTHERS,) if brief else (OTHERS, PLAIN):
-            with contextlib.suppress(NotTried):
-                coupled = run(shapes)
-                break
-    for shapes in (LARGE, *trial.beyond_sizes):
-        if coupled is None and race.unlike is None:
-            # If this does not run here, on another device it may, and may not be element-wise.
-            coupled = run(shapes)
-    return coupled
+def _why_coupled(coupled: Difference) -> str:
+    return {
+        What.PARAMETER: "its update of a tensor depends on others",
+        What.STATE: "its state of a tensor depends on others",
+        What.GROUP_OPTION: f"its group option {coupled.detail} depends on all tensors",
+        What.GLOBAL_STATE: "its global state depends on all tensors",
+        What.RAISED: f"without some of the tensors it raises {coupled.detail}",
+        What.CLOSURE: f"a step {coupled.detail}, when a rank has moved only its own parameters",
+    }[coupled.what]

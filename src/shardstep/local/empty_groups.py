@@ -1,8 +1,7 @@
-"""Gives groups that are empty on a rank a tensor without elements, while a step lasts.
+"""Placeholders for parameter groups that are empty on a rank.
 
-An unsharded optimizer has no empty groups. Some classes leave such a group out, and do not count
-the steps in it that the other ranks count; some do not get along with one at all. The probe tells
-which those are.
+An unsharded optimizer has no empty groups. Some classes skip an empty group and do not count steps
+in it, while other ranks do. Others raise. The probe tells which classes need placeholders.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 
-def stand_in(like: torch.Tensor, dtype: torch.dtype, has_gradient: bool) -> torch.nn.Parameter:
-    """A parameter like another one, but in `dtype` and without elements."""
+def empty_param(like: torch.Tensor, dtype: torch.dtype, has_gradient: bool) -> torch.nn.Parameter:
+    """Return a parameter without elements, on the device of `like` and with its dimensions."""
     empty = torch.empty((0, *like.shape[1:]), dtype=dtype, device=like.device)
     param = torch.nn.Parameter(empty, requires_grad=like.requires_grad)
     if has_gradient:
@@ -24,21 +23,23 @@ def stand_in(like: torch.Tensor, dtype: torch.dtype, has_gradient: bool) -> torc
 
 
 @contextlib.contextmanager
-def filled(opt: Optimizer, stand_ins: Mapping[int, torch.nn.Parameter]) -> Iterator[None]:
-    """While this lasts, these groups have a parameter without elements.
+def fill_empty_groups(
+    opt: Optimizer, placeholders: Mapping[int, torch.nn.Parameter]
+) -> Iterator[None]:
+    """Put placeholders into groups of `opt` for the duration of the context.
 
     Args:
         opt: the optimizer.
-        stand_ins: the parameters, by number of the group.
+        placeholders: the parameters without elements, by number of the group.
     """
-    given = [(opt.param_groups[number]["params"], param) for number, param in stand_ins.items()]
-    for params, param in given:
+    filled = [(opt.param_groups[number]["params"], param) for number, param in placeholders.items()]
+    for params, param in filled:
         params.append(param)
     try:
         yield
     finally:
-        inside = [value for value in vars(opt).values() if isinstance(value, Optimizer)]
-        for params, param in given:
+        inner = [value for value in vars(opt).values() if isinstance(value, Optimizer)]
+        for params, param in filled:
             params.pop()
-            for each in (opt, *inside):
+            for each in (opt, *inner):
                 each.state.pop(param, None)

@@ -1,8 +1,8 @@
-"""Runs somebody's optimizer class on the side, so that nothing shows of it afterwards.
+"""A sandbox to run an optimizer class without side effects on the process.
 
-Random states, warnings, log lines, printed text, the user's hooks on all optimizers and what the
-class keeps on itself are as they were. All of these are the process's: of two threads that did this
-at once, the second would take what the first has put there for what was there before, and leave it.
+Afterwards, random states, warning filters, logging, printed text, global optimizer hooks and
+attributes of the class are as before. All of these belong to the process, so a lock admits one
+thread at a time: a second thread would save, and later restore, the settings of the first.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from shardstep.params.inputs import unwrap_partial
 
 _OWN = frozenset({object, Optimizer})
 
-_MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
-_COLLECTIONS = (list, set, deque)
+_CONTAINERS = (dict, defaultdict, OrderedDict, Counter, list, set, deque)
 
 _one_thread_at_a_time = threading.RLock()
 
 
 @contextlib.contextmanager
-def sandbox(optimizer_class: Any, device: torch.device, by_default: bool = True) -> Iterator[None]:
-    """While this lasts, what is done with `optimizer_class` leaves no trace.
+def sandbox(
+    optimizer_class: Any, device: torch.device, set_default_device: bool = True
+) -> Iterator[None]:
+    """Undo all side effects of using `optimizer_class` when the context ends.
 
     Args:
-        optimizer_class: a class, or a `functools.partial` of one; of what another callable makes
-            the class cannot be known beforehand, and what it keeps on itself is not put back.
-        device: the device that is used, whose random state is put back too.
-        by_default: whether tensors are made there unless told otherwise; if not, they are made
-            where they are now, as in the user's own steps.
+        optimizer_class: a class, or a `functools.partial` of one. The attributes of a class that
+            another callable uses are unknown here, and not restored.
+        device: the device in use. Its random state is restored too.
+        set_default_device: whether new tensors are made on `device`. If not, they are made on the
+            user's default device, as in the user's own steps.
     """
     with _one_thread_at_a_time, contextlib.ExitStack() as stack:
         stack.enter_context(_random_states(device))
@@ -53,13 +54,13 @@ def sandbox(optimizer_class: Any, device: torch.device, by_default: bool = True)
         ):
             stack.enter_context(_emptied(hooks))
         stack.enter_context(_silence())
-        # The caller may be anywhere: under no_grad, in a compiled step.
+        # The caller may be under no_grad or in inference mode.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        # Not needlessly: it slows down whatever is done within.
-        if by_default and torch.get_default_device() != device:
+        # Only if needed: the context slows every operation.
+        if set_default_device and torch.get_default_device() != device:
             stack.enter_context(torch.device(device))
-        # A step that is compiled for our few elements would cost seconds and be of no use again.
+        # Compiling a step for a few small tensors would take seconds.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
@@ -94,7 +95,7 @@ def _emptied(mapping: MutableMapping[Any, Any]) -> Iterator[None]:
 def _silence() -> Iterator[None]:
     disabled, always = logging.root.manager.disable, torch.is_warn_always_enabled()
     try:
-        # Warnings that torch gives once per process are not used up while they are always given.
+        # Otherwise warnings that torch gives once per process would be lost.
         torch.set_warn_always(True)
         logging.disable(logging.CRITICAL)
         with (
@@ -111,8 +112,10 @@ def _silence() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _class_attributes(optimizer_class: Any) -> Iterator[None]:
-    """Puts back what the class and its bases have as attributes, and what is in tensors and common
-    containers among these, at any depth: counters and registers of instances."""
+    """Restore attributes of the class and its bases, and the contents of tensors and containers.
+
+    Classes keep counters and registries there.
+    """
     optimizer_class = unwrap_partial(optimizer_class)
     bases = optimizer_class.__mro__ if isinstance(optimizer_class, type) else ()
     kept = [(base, _attributes(base)) for base in bases if base not in _OWN]
@@ -126,8 +129,8 @@ def _class_attributes(optimizer_class: Any) -> Iterator[None]:
             for name, value in before.items():
                 if vars(base).get(name) is not value:
                     _try(setattr, base, name, value)
-        for put_back in contents:
-            put_back()
+        for restore in contents:
+            restore()
 
 
 def _attributes(base: type) -> dict[str, Any]:
@@ -136,7 +139,7 @@ def _attributes(base: type) -> dict[str, Any]:
 
 
 def _contents(values: list[Any]) -> list[Callable[[], object]]:
-    """What puts back all that is in these, as it is now."""
+    """Return functions that restore the present contents of `values`, at any depth."""
     found: list[Callable[[], object]] = []
     waiting, seen = values, set()
     while waiting:
@@ -144,30 +147,21 @@ def _contents(values: list[Any]) -> list[Callable[[], object]]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if type(value) in _MAPPINGS:
-            found.append(functools.partial(_refill_mapping, value, dict(value)))
-            waiting.extend(value.values())
-        elif type(value) in _COLLECTIONS:
-            found.append(functools.partial(_refill, value, list(value)))
-            waiting.extend(value)
+        if type(value) in _CONTAINERS:
+            found.append(functools.partial(_refill, value, value.copy()))
+            waiting.extend(value.values() if isinstance(value, dict) else value)
         elif type(value) is torch.Tensor:
             found.append(functools.partial(value.detach().copy_, value.detach().clone()))
     return found
 
 
-def _refill_mapping(mapping: MutableMapping[Any, Any], inside: dict[Any, Any]) -> None:
-    mapping.clear()
-    for key, value in inside.items():
-        mapping[key] = value
-
-
-def _refill(collection: Any, inside: list[Any]) -> None:
-    collection.clear()
-    add = collection.update if type(collection) is set else collection.extend
-    add(inside)
+def _refill(container: Any, contents: Any) -> None:
+    container.clear()
+    add = container.extend if isinstance(container, (list, deque)) else container.update
+    add(contents)
 
 
 def _try(change: Callable[..., None], *args: Any) -> None:
-    # What the interpreter keeps on a class for itself cannot be written to, and need not be.
+    # Attributes of the interpreter are read-only, and unchanged.
     with contextlib.suppress(AttributeError, TypeError):
         change(*args)

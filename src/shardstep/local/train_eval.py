@@ -1,6 +1,7 @@
-"""`train()` and `eval()` of optimizers whose model trains on other weights than it is judged by.
+"""The `train()` and `eval()` modes of optimizers, such as schedule-free ones.
 
-Schedule-free classes have both, and some of them take no step before they are told to train.
+Such a class keeps other weights for evaluation than for training. Some take no step before
+`train()` was called.
 """
 
 from __future__ import annotations
@@ -16,35 +17,35 @@ MODES = ("train", "eval")
 
 
 def has_train_eval(opt: Optimizer) -> bool:
-    """Whether the optimizer, or one that it is made of, has the two."""
+    """Return whether `opt`, or one of its parts, has both modes."""
     return any(map(_has_both, parts_of(opt)))
 
 
-def turn(opt: Optimizer, mode: str, /, *args: Any, **kwargs: Any) -> None:
-    """Have the optimizer, or whichever it is made of, go over to a mode; nothing if it has none."""
+def set_mode(opt: Optimizer, mode: str, /, *args: Any, **kwargs: Any) -> None:
+    """Switch every part of `opt` that has modes to `mode`."""
     for part in parts_of(opt):
         if _has_both(part):
             getattr(part, mode)(*args, **kwargs)
 
 
 def start_training(opt: Optimizer) -> bool:
-    """Have the optimizer train, if it has modes; returns whether it has.
+    """Switch `opt` to training. Return whether it has modes that work.
 
-    One that fails has none: it may pass the call on to an optimizer inside that cannot follow.
+    A wrapper may forward the call to an inner optimizer without modes, which raises.
     """
     try:
-        turn(opt, "train")
+        set_mode(opt, "train")
     except Exception:
         return False
     return has_train_eval(opt)
 
 
 def _has_both(opt: Optimizer) -> bool:
-    return all(_takes_nothing(getattr(opt, mode, None)) for mode in MODES)
+    return all(_takes_no_arguments(getattr(opt, mode, None)) for mode in MODES)
 
 
-def _takes_nothing(method: Any) -> bool:
-    """Whether it can be called as it is: what wants to be told more is something else."""
+def _takes_no_arguments(method: Any) -> bool:
+    # A method of the same name with required arguments is something else.
     try:
         inspect.signature(method).bind()
     except (TypeError, ValueError):

@@ -32,7 +32,7 @@ from shardstep.comm.consensus import check_same_on_all_ranks
 from shardstep.gradients.full import part_of
 from shardstep.gradients.reducer import GradReducer, _Round, at_end_of_backward
 from shardstep.gradients.sharded_grad import ShardedGrad
-from shardstep.local.multi_class import MultiClass
+from shardstep.local.multi_class import optimizer_name, parts_of
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.params.inputs import describe_options
 
@@ -378,17 +378,17 @@ class _BucketStepper:
     def _refuse_to_count(self) -> tuple[bool, list[str]]:
         if self._counting:
             raise RuntimeError(
-                f"{type(self._zero.optim).__name__} counts its steps, so it cannot step one bucket "
-                "at a time; use hook_with_zero_step"
+                f"{optimizer_name(self._zero.optim)} counts its steps, so it cannot step one "
+                "bucket at a time; use hook_with_zero_step"
             )
         return True, []
 
 
 def _counts(optim: Optimizer) -> list[str]:
     """What an optimizer keeps beside the state of its tensors and may count steps in."""
-    parts = optim.parts if isinstance(optim, MultiClass) else [optim]
     numbers = [
-        {key: v for key, v in vars(part).items() if type(v) in (int, float)} for part in parts
+        {key: v for key, v in vars(part).items() if type(v) in (int, float)}
+        for part in parts_of(optim)
     ]
     loose = {key: v for key, v in optim.state.items() if not isinstance(key, torch.Tensor)}
     return [*describe_options(optim.param_groups), repr(numbers), repr(loose)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from shardstep.comm import Comm
+from shardstep.comm import Comm, all_gather_json
 from shardstep.params.storage import flat
 from shardstep.plan import ShardPlan
 
@@ -44,12 +43,11 @@ def announced(comm: Comm, own: list[Any] | None) -> tuple[list[Any], int]:
     Raises:
         RuntimeError: on every rank, if they are not about to do the same.
     """
-    texts = [text.decode() for text in comm.all_gather_bytes(json.dumps(own).encode())]
-    said = [json.loads(text) for text in texts]
+    said = all_gather_json(comm, own)
     active = [rank for rank, what in enumerate(said) if what is not None]
     if any(said[rank] != said[active[0]] for rank in active):
         raise RuntimeError(
-            f"rank {comm.group_rank}: ranks are about to do different things: {texts}"
+            f"rank {comm.group_rank}: ranks are about to do different things: {said}"
         )
     return said[active[0]], active[0]
 
@@ -117,7 +115,7 @@ def provide_gradients(
         if param.grad is not None and param.grad.layout is not torch.strided
     ]
     own = None if joined else [without, sparse, options_of(groups)]
-    said = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(own).encode())]
+    said = all_gather_json(comm, own)
     source = next(rank for rank, what in enumerate(said) if what is not None)
     without, sparse, options = said[source]
     if sparse:

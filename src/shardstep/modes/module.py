@@ -16,11 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardstep.comm import Comm
 from shardstep.comm.broadcast import broadcast
 from shardstep.params.module_hook import UncopiedHook
-
-
-def names_in(module: torch.nn.Module) -> dict[int, str]:
-    """The name of each parameter of `module`, by its identity."""
-    return {id(param): name for name, param in module.named_parameters()}
+from shardstep.params.names import names_in
 
 
 def check_membership(module: torch.nn.Module, params: Sequence[torch.Tensor]) -> None:

@@ -1,8 +1,8 @@
-"""Parameters that are DTensors: what this rank has of them, and what cannot be done with that.
+"""DTensor parameters: their local parts, and refusals of operations that need the whole.
 
-A DTensor parameter is planned, stepped on and gathered as its local tensor. That is right for a
-class that treats each element alone, among ranks that hold the same part: those of a data-parallel
-group, where tensor-parallel ranks hold different ones.
+A DTensor parameter is planned, stepped on and gathered as its local tensor. That is right for
+element-wise classes, among ranks that hold the same part. The ranks of a data-parallel group do;
+tensor-parallel ranks hold different parts.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import torch
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a DTensor."""
-    # Who has one has imported this; nobody else is to wait for the import, which takes long.
+    """Return whether `tensor` is a DTensor."""
+    # The import takes long, and a program that has a DTensor has done it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a DTensor, in place; any other tensor itself."""
-    # By far the most are this, and are asked for at every step.
+    """Return this rank's part of a DTensor, not a copy; any other tensor itself."""
+    # The usual case, taken for every parameter at every step.
     if type(tensor) is torch.nn.Parameter or not is_dtensor(tensor):
         return tensor
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
-    # The result of a collective that may not be over wraps the tensor that it is going to be in.
+    # The result of a collective in flight is wrapped.
     unfinished = sys.modules["torch.distributed._functional_collectives"].AsyncCollectiveTensor
     part: torch.Tensor = local.wait() if isinstance(local, unfinished) else local
     return part
 
 
 def full_value(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a DTensor, as a plain tensor; any other tensor itself.
+    """Return all of a DTensor as a plain tensor; any other tensor itself.
 
     Called on every rank of its mesh.
     """
@@ -42,11 +42,10 @@ def full_value(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of this rank's part of a DTensor parameter; None if there is none.
+    """Return the gradient of this rank's part of a DTensor parameter, if there is one.
 
-    Autograd may leave a gradient placed otherwise than its parameter: that of a replicated weight
-    behind a sharded activation is a sum still to be taken. Called on every rank of the parameter's
-    mesh.
+    Called on every rank of the parameter's mesh. Autograd may place a gradient differently from its
+    parameter: the gradient of a replicated weight behind a sharded activation is partial.
     """
     grad: Any = param.grad
     if grad is None:
@@ -58,7 +57,7 @@ def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def num_parts(param: torch.Tensor) -> int:
-    """Into how many parts a parameter is divided before this library divides it; 1 if it is not."""
+    """Return the number of parts of a DTensor parameter on different ranks; otherwise 1."""
     count = 1
     for _, _, size in _divisions(param):
         count *= size
@@ -66,7 +65,7 @@ def num_parts(param: torch.Tensor) -> int:
 
 
 def describe_part(param: torch.Tensor, name: str) -> list[str]:
-    """One line for ranks to compare if `param` is a DTensor: equal shapes may be other elements."""
+    """Describe this rank's part of a DTensor in one line: parts of one shape may differ."""
     if not is_dtensor(param):
         return []
     parts = [f"part {place} of {size} by {how}" for how, place, size in _divisions(param)]
@@ -77,28 +76,21 @@ def describe_part(param: torch.Tensor, name: str) -> list[str]:
 
 
 def check_placements(param: torch.Tensor, name: str) -> None:
-    """Make sure that this rank's part of `param`, if it is a DTensor, holds elements of it.
-
-    Raises:
-        ValueError: if it holds terms of a sum.
-    """
+    """Raise `ValueError` if `param` is a DTensor with partial placements."""
     if any(placement.is_partial() for placement in _placements(param)):
         raise ValueError(
-            f"parameter {name!r} is a DTensor with placements {_placements(param)}: what a rank "
-            "holds of it is a term of a sum, which no optimizer can step on; redistribute it to "
+            f"parameter {name!r} is a DTensor with placements {_placements(param)}: each rank "
+            "holds one term of a sum, which no optimizer can step on; redistribute it to "
             "Replicate() or Shard()"
         )
 
 
 def refuse_dtensors(named: Iterable[tuple[str, torch.Tensor]], why: str) -> None:
-    """Raise for the first DTensor among these.
+    """Raise `TypeError` for the first DTensor in `named`.
 
     Args:
         named: tensors with their names.
-        why: what cannot be done with it, and what can; follows on "is a DTensor: ".
-
-    Raises:
-        TypeError: naming it.
+        why: the reason and the remedy, for the message.
     """
     for name, tensor in named:
         if is_dtensor(tensor):
@@ -109,20 +101,16 @@ NO_OFFSETS = (
     "a checkpoint of one process group does not know where its part lies in the whole; save "
     "state_dict() after consolidate_state_dict() in a file for each tensor-parallel rank"
 )
-"""Why checkpoints refuse DTensors."""
+"""The reason why checkpoints refuse DTensors."""
 
 
 def refuse_part(name: str, param: torch.Tensor, optimizer: str) -> NoReturn:
-    """Say that a class that looks at whole tensors cannot be given a part of one.
-
-    Raises:
-        ValueError: always.
-    """
+    """Raise `ValueError`: a class that needs whole tensors cannot step on a part of one."""
     raise ValueError(
-        f"parameter {name!r} is a DTensor with placements {_placements(param)}, of which a rank "
-        f"has one of {num_parts(param)} parts, but in layout 'whole' {optimizer} is to have all of "
-        "a tensor; give this parameter to an element-wise class in a group of its own (or in "
-        "layout 'sliced' if this one is), or to an unsharded optimizer"
+        f"parameter {name!r} is a DTensor with placements {_placements(param)}: a rank has one of "
+        f"{num_parts(param)} parts, but in layout 'whole' {optimizer} needs all of a tensor; give "
+        "this parameter to an element-wise class in a separate group, or to an unsharded "
+        "optimizer; if this class is element-wise, pass layout='sliced'"
     )
 
 
@@ -131,7 +119,7 @@ def _placements(param: torch.Tensor) -> Sequence[Any]:
 
 
 def _divisions(param: torch.Tensor) -> list[tuple[str, int | None, int]]:
-    """How, at which place and into how many a DTensor is divided, by dimension of its mesh."""
+    """Return placement, coordinate and size of each mesh dimension that divides `param`."""
     divisions: list[tuple[str, int | None, int]] = []
     for dim, placement in enumerate(_placements(param)):
         mesh = param.device_mesh  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Module hooks that stay behind when their module is copied or saved."""
+"""Module hooks that do not follow their module into a copy or a file."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class UncopiedHook:
-    """A hook for the module it was registered on, and for no copy of that module.
+    """A hook of one module, but not of its copies.
 
-    `copy.deepcopy(module)` and `torch.save(module)` take a module's hooks along, and with them
-    whatever these hold. In their place, a copy gets a hook that does nothing.
+    `copy.deepcopy(module)` and `torch.save(module)` take the hooks along, with all that they hold.
+    The copy gets a hook that does nothing.
 
     Args:
         call: the hook.
@@ -24,12 +24,12 @@ class UncopiedHook:
         self._call(*args)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _left_behind, ()
+        return _make_empty_hook, ()
 
 
-def _left_behind() -> Callable[..., None]:
-    return _nothing
+def _make_empty_hook() -> Callable[..., None]:
+    return _empty_hook
 
 
-def _nothing(*args: Any) -> None:
-    """What a copy of the module does instead."""
+def _empty_hook(*args: Any) -> None:
+    pass

@@ -1,25 +1,45 @@
-"""Names of parameters: without what wrappers put into them, and several of them in a sentence."""
+"""Names of parameters: without the prefixes of wrappers, and listed in messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 _INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""What torch.compile, activation checkpointing and FSDP put into names, at any depth."""
+"""Prefixes that torch.compile, activation checkpointing and FSDP add, at any depth."""
+
+
+def names_in(module: torch.nn.Module) -> dict[int, str]:
+    """Return the name of each parameter of `module`, by the parameter's id."""
+    return {id(param): name for name, param in module.named_parameters()}
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's module inside DDP and torch.compile."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(original := getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = original
+        else:
+            return model
 
 
 def unwrapped_name(name: str) -> str:
-    """A name in a model without what wrappers of the model's parts put into it."""
+    """Return a name without the prefixes of wrapped submodules."""
     for wrapper in _INSIDE:
         name = name.replace(wrapper, "")
     return name
 
 
 def strip_wrapper_prefixes(names: Iterable[str], ddp: bool = True) -> list[str]:
-    """The names without what wrappers put into them.
+    """Return the names without the prefixes of wrappers.
 
     Args:
-        names: all parameters' names: DDP stands before every one of them, or before none.
+        names: the names of all parameters. DDP's prefix is on every one of them, or on none.
         ddp: whether the module may have been wrapped in DDP.
     """
     found = [unwrapped_name(name) for name in names]
@@ -29,7 +49,7 @@ def strip_wrapper_prefixes(names: Iterable[str], ddp: bool = True) -> list[str]:
 
 
 def shorten_list(names: Iterable[str]) -> str:
-    """The first few of these names, for a message."""
+    """Return the first few names, for a message."""
     listed = list(names)
     shown = ", ".join(map(repr, listed[:5]))
     return shown if len(listed) <= 5 else f"{shown} and {len(listed) - 5} more"

@@ -1,4 +1,4 @@
-"""Comparing what two optimizers have come to, down to the bit."""
+"""Comparison of tensors and optimizer states, bit by bit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Numbers of as many bits, which are equal where the bits are."""
+"""Integers by number of bytes; they are equal if the bits are."""
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal form and equal bits; NaN is NaN, of whatever bits."""
+    """Return whether shape, dtype and bits are equal. All NaNs are equal."""
     if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
         return False
     if not (is_plain(one) and is_plain(other)):
@@ -26,19 +26,19 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     bits, others = one.detach().view(integer), other.detach().view(integer)
     if torch.equal(bits, others) or not one.is_floating_point():
         return torch.equal(bits, others)
-    # Which NaN it is depends on the kernel, and that on how many tensors are computed at once.
-    neither = one.detach().isnan() & other.detach().isnan()
-    return torch.equal(bits.masked_fill(neither, 0), others.masked_fill(neither, 0))
+    # The bits of a NaN depend on the kernel, and that on the number of tensors in a call.
+    both_nan = one.detach().isnan() & other.detach().isnan()
+    return torch.equal(bits.masked_fill(both_nan, 0), others.masked_fill(both_nan, 0))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but its elements in memory."""
+    """Return whether a tensor is nothing but its elements in memory."""
     kinds = (torch.Tensor, torch.nn.Parameter)
     return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _inner(tensor: torch.Tensor) -> Any:
-    """The tensors that a tensor subclass, or a sparse tensor, is made of."""
+    """Return the tensors inside of a tensor subclass or a sparse tensor."""
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return tensor.to_dense()
@@ -47,16 +47,16 @@ def _inner(tensor: torch.Tensor) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal structure, equal values, tensors with equal bits.
+    """Return whether two values have equal structure, equal leaves and tensors of equal bits.
 
-    Objects without an equality of their own are taken for the same: each run makes its own.
+    Objects that do not define equality count as equal: each run makes others.
     """
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
         return same_bits(one, other)
     if isinstance(one, Mapping):
-        # Keys that are tensors are other ones in each run.
+        # Keys that are tensors differ from run to run.
         names, others = (
             [key for key in each if not isinstance(key, torch.Tensor)] for each in (one, other)
         )
@@ -70,15 +70,15 @@ def same(one: Any, other: Any) -> bool:
 def fits(
     whole: Any, pieces: Sequence[Any], shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]]
 ) -> bool:
-    """Whether the state of a tensor's pieces is the state of the tensor, cut like the tensor.
+    """Return whether the states of a tensor's pieces are its state, cut like the tensor.
 
-    What is not a value per element has to be the same for all, and something that can be compared.
+    Values that are not per element have to be comparable, and equal in all states.
 
     Args:
         whole: the state of the tensor.
         pieces: the states of its pieces, in order.
-        shape: of the tensor.
-        shapes: of the pieces.
+        shape: the shape of the tensor.
+        shapes: the shapes of the pieces.
     """
     if not all(type(piece) is type(whole) for piece in pieces):
         return False
@@ -98,11 +98,11 @@ def fits(
             fits(value, [piece[position] for piece in pieces], shape, shapes)
             for position, value in enumerate(whole)
         )
-    # An object may hold anything, and be put to use at any later step.
+    # Any other object may hold something that a later step uses.
     plain = whole is None or isinstance(whole, (bool, int, float, complex, str))
     return plain and all(same(whole, piece) for piece in pieces)
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether it is a list, a tuple, a deque or the like; not text."""
+    """Return whether it is a list, a tuple, a deque or the like, but not text."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))

@@ -1,7 +1,7 @@
-"""Rounds fp32 to 16 bits at random, so that the mean is right, and the same at any world size.
+"""Stochastic rounding of fp32 to 16 bits, with the same result at any world size.
 
-The random numbers are computed, not drawn: each is a hash of the seed, the step, the parameter's
-number and the element's place in it. Whoever owns an element rounds it alike.
+The random numbers are computed, not drawn. Each is a hash of the seed, the step, the parameter's
+number and the element's position in it, so every possible owner rounds an element in the same way.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 CHUNK = 1 << 15
-"""How many elements a CPU rounds at a time: what is computed on the way is several times as large
-as they are, and is to stay in its cache."""
+"""Elements that a CPU rounds at a time. Intermediate results are several times as large, and should
+stay in its cache."""
 
 DEVICE_CHUNK = 1 << 22
-"""How many an accelerator does: enough to keep it busy, few enough to have room for."""
+"""Elements that an accelerator rounds at a time: enough to keep it busy, in little memory."""
 
 _WORD = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -28,7 +28,7 @@ class StochasticRounding:
         seed: chooses the sequence.
 
     Attributes:
-        step: where in it this is; the next step is another one.
+        step: the position in the sequence; the caller advances it.
     """
 
     def __init__(self, seed: int) -> None:
@@ -42,9 +42,9 @@ class StochasticRounding:
 
         Args:
             target: 16-bit floating point.
-            source: fp32, as long.
-            param: the number of the parameter that these are elements of.
-            offset: the number of the first of them in it.
+            source: fp32, of the same length.
+            param: the number of the parameter.
+            offset: the position of the first element in the parameter.
         """
         key = 0
         for word in (self._seed, self.step, param):
@@ -57,15 +57,14 @@ class StochasticRounding:
 
 
 def rounded(source: torch.Tensor, dtype: torch.dtype, fraction: torch.Tensor) -> torch.Tensor:
-    """`source` in `dtype`: rounded away from zero where what is lost is more than `fraction`.
+    """Round `source` to `dtype`, away from zero where the remainder exceeds `fraction`.
 
-    A fraction is of the distance between two neighbours in `dtype`. What is not finite stays so,
-    and what is does.
+    Fractions are of the distance between two neighbours in `dtype`. Finite values stay finite, and
+    other values stay as they are.
     """
     magnitude = source.abs()
     nearest = source.to(dtype)
-    # Neighbours are one apart as integers, the one further from zero being the larger, whatever the
-    # sign bit.
+    # As integers, neighbours differ by one, and the larger is further from zero for either sign.
     bits = nearest.view(torch.int16)
     low = bits - (nearest.float().abs() > magnitude).to(torch.int16)
     below = low.view(dtype).float().abs()
@@ -75,7 +74,7 @@ def rounded(source: torch.Tensor, dtype: torch.dtype, fraction: torch.Tensor) ->
 
 
 def fractions(counter: torch.Tensor, key: int) -> torch.Tensor:
-    """Numbers in [0, 1), multiples of 2**-24, that look random: one for each of `counter`."""
+    """Return a pseudo-random multiple of 2**-24 in [0, 1) for each element of `counter`."""
     state = (counter * _signed(_GOLDEN)).add_(_signed(key))
     for shift, factor in _MIX:
         state.bitwise_xor_(_shifted(state, shift)).mul_(_signed(factor))
@@ -84,14 +83,14 @@ def fractions(counter: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def mixed(word: int) -> int:
-    """The same mixing of one number, without a tensor."""
+    """Mix one number as `fractions` does, without a tensor."""
     for shift, factor in _MIX:
         word = (word ^ (word >> shift)) * factor % _WORD
     return word ^ (word >> _LAST_SHIFT)
 
 
 def _shifted(state: torch.Tensor, shift: int) -> torch.Tensor:
-    """Shifted right with zeros coming in; torch's integers have a sign, which would come in."""
+    """Shift right, filling with zeros; torch fills with the sign."""
     return (state >> shift).bitwise_and_((1 << (64 - shift)) - 1)
 
 

@@ -1,11 +1,10 @@
-"""Planning: integers and dtypes only, no tensor data, no process group."""
+"""The placement of parameters on ranks: integers and dtypes, no tensors, no process group."""
 
 from shardstep.plan.box import Box, boxes, overlap
 from shardstep.plan.estimate import Share, share
 from shardstep.plan.interval import Interval
 from shardstep.plan.placement import ALIGNMENT, Bucket, Piece, Slot
 from shardstep.plan.plan import ShardPlan
-from shardstep.plan.relay import Relay, gather_numel_sent, reduce_numel_sent, relay
 from shardstep.plan.spec import Layout, ParamSpec, contiguous
 from shardstep.plan.transfer import Copy, Holding, transfers
 
@@ -19,16 +18,12 @@ __all__ = [
     "Layout",
     "ParamSpec",
     "Piece",
-    "Relay",
     "ShardPlan",
     "Share",
     "Slot",
     "boxes",
     "contiguous",
-    "gather_numel_sent",
     "overlap",
-    "reduce_numel_sent",
-    "relay",
     "share",
     "transfers",
 ]

@@ -1,8 +1,8 @@
-"""Stretches of a parameter's memory as boxes of its shape: what other layouts can be cut against.
+"""Boxes of a tensor's shape, and the conversion of memory intervals to boxes.
 
-A piece is an interval of a parameter's elements in memory order. Files and other programs know
+A piece is an interval of a parameter's elements in memory order. Files and other programs address
 tensors by shape: a chunk there is a box, with an offset and a size in each dimension. An interval
-is a few boxes one after another, whatever the order of the dimensions in memory.
+is a sequence of a few boxes, whatever the order of the dimensions in memory.
 """
 
 from __future__ import annotations
@@ -14,45 +14,45 @@ from dataclasses import dataclass
 from shardstep.plan.interval import Interval
 
 COMPARED_PER_BOX = 16
-"""A box of a grid has as many beside it, along the dimension that tells most apart."""
+"""Limit of comparisons per box in `overlap`. A regular grid of boxes stays below it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor: where it starts and how far it reaches, in each dimension."""
+    """A block of a tensor: an offset and a size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
-        """All of a tensor."""
+        """Return the box that covers a whole tensor."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """What the two have in common, if it is any element."""
+        """Return the elements in both boxes; None if there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = map(min, self._stops(), other._stops())
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def within(self, outer: Box) -> Box:
-        """The same box, with offsets counted from the start of `outer`."""
+        """Return the same box with offsets relative to the start of `outer`."""
         offsets = tuple(own - base for own, base in zip(self.offsets, outer.offsets, strict=True))
         return Box(offsets, self.sizes)
 
     def out_of(self, outer: Box) -> Box:
-        """The box that `within(outer)` makes this one of."""
+        """Undo `within(outer)`: return the same box with absolute offsets."""
         offsets = tuple(own + base for own, base in zip(self.offsets, outer.offsets, strict=True))
         return Box(offsets, self.sizes)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether it lies inside of a tensor of this shape."""
+        """Return True if the box lies inside a tensor of this shape."""
         return len(self.offsets) == len(self.sizes) == len(shape) and all(
             start >= 0 and size >= 0 and start + size <= extent
             for start, size, extent in zip(self.offsets, self.sizes, shape, strict=True)
@@ -63,54 +63,56 @@ class Box:
 
 
 def overlap(found: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two of these boxes of one tensor that have an element in common, if there are any.
+    """Return two of these boxes of one tensor that share an element; None if no two do.
 
     Example:
         >>> overlap([Box((0,), (3,)), Box((3,), (2,)), Box((4,), (1,))])
         (Box(offsets=(3,), sizes=(2,)), Box(offsets=(4,), sizes=(1,)))
 
     Raises:
-        ValueError: if it would take very long to tell. Stretches of memory never do.
+        ValueError: if the check would take very long. Boxes made from memory intervals never do.
     """
     filled = [box for box in found if box.numel]
     if len(filled) < 2:
         return None
     if not filled[0].offsets:
         return filled[0], filled[1]
-    # Along the dimension that tells most of them apart, so that few are open at a time: a thousand
-    # ranks' chunks are not compared each with each.
+    # Sweep along the dimension with the most distinct offsets, so that few boxes are open at a
+    # time: the chunks of a thousand ranks are not compared pairwise.
     dims = range(len(filled[0].offsets))
     along = max(dims, key=lambda dim: len({box.offsets[dim] for box in filled}))
-    reaching: list[Box] = []
+    open_boxes: list[Box] = []
     compared = 0
     for box in sorted(filled, key=lambda box: box.offsets[along]):
         start = box.offsets[along]
-        reaching = [each for each in reaching if each.offsets[along] + each.sizes[along] > start]
-        compared += len(reaching)
+        open_boxes = [
+            each for each in open_boxes if each.offsets[along] + each.sizes[along] > start
+        ]
+        compared += len(open_boxes)
         if compared > COMPARED_PER_BOX * (len(filled) + 100):
             raise ValueError(
                 f"{len(filled):,} boxes of one tensor are cut too wildly to be checked"
             )
-        for other in reaching:
+        for other in open_boxes:
             if box.intersect(other) is not None:
                 return other, box
-        reaching.append(box)
+        open_boxes.append(box)
     return None
 
 
 def boxes(
     interval: Interval, shape: Sequence[int], stride: Sequence[int]
 ) -> list[tuple[Interval, Box]]:
-    """The boxes that an interval of a dense tensor's memory consists of, in memory order.
+    """Split an interval of a dense tensor's memory into boxes, in memory order.
 
-    Each comes with the stretch of memory that it fills. A view of that stretch with the box's sizes
-    and the tensor's own strides is the box.
+    Each box comes with the memory interval it fills. A view of that interval with the box's sizes
+    and the tensor's strides is the box.
 
     Example:
         >>> [box for _, box in boxes(Interval(2, 12), (4, 4), (4, 1))]
         [Box(offsets=(0, 2), sizes=(1, 2)), Box(offsets=(1, 0), sizes=(2, 4))]
     """
-    # From the slowest dimension to the fastest; dimensions of one element may stand anywhere.
+    # From the slowest dimension to the fastest; dimensions of size one may be anywhere.
     order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], shape[dim] == 1))
     found = []
     for start, offsets, sizes in _cut(interval, [shape[dim] for dim in order]):
@@ -126,7 +128,7 @@ def boxes(
 def _cut(
     interval: Interval, shape: Sequence[int]
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """First element, offsets and sizes of each box, for a tensor in C order."""
+    """Yield first element, offsets and sizes of each box, for a tensor in C order."""
     if math.prod(shape) == interval.numel:
         yield interval.start, (0,) * len(shape), tuple(shape)
         return

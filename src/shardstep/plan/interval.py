@@ -1,4 +1,4 @@
-"""Half-open intervals of element positions, and what can be asked of them."""
+"""Half-open intervals of element positions."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ class Interval(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many positions it holds."""
+        """The number of positions."""
         return self.stop - self.start
 
     @property
     def slice(self) -> slice:
-        """The slice that picks these positions out of a flat tensor."""
+        """The slice that selects these positions in a flat tensor."""
         return slice(self.start, self.stop)
 
     def intersect(self, other: Interval) -> Interval:
-        """The positions in both; an empty interval when there are none."""
+        """Return the positions in both; an empty interval if there are none."""
         start = max(self.start, other.start)
         return Interval(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, offset: int) -> Interval:
-        """The same interval, `offset` positions further on."""
+        """Return the same interval, moved by `offset` positions."""
         return Interval(self.start + offset, self.stop + offset)

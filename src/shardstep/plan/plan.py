@@ -1,4 +1,4 @@
-"""The plan of a run: which rank owns which elements, the same on every rank."""
+"""The plan: the owner of every element, equal on every rank."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ MAX_BUCKET_BYTES = 25 * 2**20
 
 
 def default_bucket_bytes(specs: Sequence[ParamSpec]) -> int:
-    """A sixteenth of what trains, within bounds: enough buckets to overlap one with another,
-    large enough for each to be worth a collective."""
+    """Return a sixteenth of the trainable bytes, within bounds.
+
+    That makes enough buckets to overlap one with another, each large enough for a collective.
+    """
     trainable = sum(spec.nbytes for spec in specs if spec.trainable)
     return min(max(trainable // 16, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Every parameter's place in the buckets, and every rank's share of them.
+    """The position of every parameter in the buckets, and every rank's share of them.
 
-    A plan is integers only: it holds no tensor and knows no process group, so it can be made for
-    4,096 ranks on a laptop. Make one with `ShardPlan.make`; the constructor checks that every
-    element of every parameter is owned exactly once.
+    A plan is integers only, without tensors or a process group. A laptop can make one for 4,096
+    ranks. Make one with `ShardPlan.make`. The constructor checks that every element of every
+    parameter has exactly one owner.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -50,9 +52,9 @@ class ShardPlan:
 
         Args:
             specs: the parameters.
-            world_size: how many ranks there are.
-            layout: the layout of all of them; if None, each has the one that its spec says.
-            bucket_bytes: a bucket is closed once it holds this much; None for a usual size.
+            world_size: the number of ranks.
+            layout: the layout of all parameters; None takes the layout of each spec.
+            bucket_bytes: a bucket is full at this size; None for the default size.
 
         Example:
             >>> plan = ShardPlan.make([ParamSpec.of("weight", (1000, 300))], world_size=4)
@@ -76,7 +78,7 @@ class ShardPlan:
         seen: set[int] = set()
         for position, bucket in enumerate(self.buckets):
             where = f"bucket {position}"
-            _require(bucket.index == position, f"{where} says it is bucket {bucket.index}")
+            _require(bucket.index == position, f"{where} has index {bucket.index}")
             _require(len(bucket.cuts) == self.world_size + 1, f"{where} has too few or many cuts")
             _require(bucket.cuts[0] == 0, f"{where} does not start at 0")
             ascending = all(cut <= after for cut, after in pairwise(bucket.cuts))
@@ -92,7 +94,7 @@ class ShardPlan:
                 _require(slot.bucket_offset % ALIGNMENT == 0, f"{spec} starts off a unit")
                 _require(slot.bucket_offset >= end, f"{spec} overlaps the parameter before it")
                 end = slot.footprint.stop
-                _require(end <= bucket.numel, f"{where} is too short for what lies in it")
+                _require(end <= bucket.numel, f"{where} is too short for its parameters")
                 alike = (spec.dtype, spec.device) == (bucket.dtype, bucket.device)
                 _require(alike, f"{spec} lies in a {bucket.dtype} bucket on {bucket.device}")
                 _require(spec.trainable is not bucket.frozen, f"{spec} lies in the wrong bucket")
@@ -103,16 +105,16 @@ class ShardPlan:
         _require(not missing, f"{missing[0] if missing else None} is placed nowhere")
 
     def pieces(self, group_rank: int) -> Iterator[Piece]:
-        """What `group_rank` owns, frozen parameters included, bucket by bucket."""
+        """Yield the pieces of `group_rank`, frozen parameters included, bucket by bucket."""
         for bucket in self.buckets:
             yield from bucket.pieces(group_rank)
 
     def intervals(self, group_rank: int) -> dict[int, Interval]:
-        """For each parameter that `group_rank` owns some of: which of its elements."""
+        """Return the elements that `group_rank` owns, by parameter; other parameters are absent."""
         return {piece.param: piece.param_interval for piece in self.pieces(group_rank)}
 
     def numel(self, group_rank: int) -> int:
-        """How many trainable elements `group_rank` owns."""
+        """Return the number of trainable elements that `group_rank` owns."""
         return sum(
             piece.param_interval.numel
             for bucket in self.training_buckets
@@ -121,7 +123,7 @@ class ShardPlan:
 
     @cached_property
     def layout(self) -> str:
-        """The layout of the parameters, `"mixed"` if they have several."""
+        """The layout of all parameters; `"mixed"` if they differ."""
         found = {spec.layout for spec in self.specs}
         return found.pop() if len(found) == 1 else "mixed" if found else "sliced"
 
@@ -132,7 +134,7 @@ class ShardPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest that is equal on two ranks exactly when their plans are."""
+        """A digest that is equal on two ranks exactly if their plans are equal."""
         digest = hashlib.sha256(f"{self.layout} over {self.world_size}\n".encode())
         for spec in self.specs:
             digest.update(f"{spec} {spec.stride} {spec.cost}\n".encode())

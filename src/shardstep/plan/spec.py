@@ -1,4 +1,4 @@
-"""What a parameter is to the planner: integers, names and a dtype, no tensor."""
+"""The planner's description of a parameter: integers, names and a dtype, no tensor."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Layout = Literal["sliced", "whole"]
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter, described so that every rank describes it in the same words.
+    """A description of one parameter, equal on every rank.
 
     Attributes:
-        name: the user's name for it, or `"param 3"` by its place in the optimizer.
+        name: the user's name for it, or `"param 3"` by its position in the optimizer.
         shape: its logical shape.
-        stride: its strides. A parameter is planned in the order its elements have in memory, so
-            two ranks that hold it in different memory formats would exchange garbage.
+        stride: its strides. Plans number elements in memory order. Two ranks with different memory
+            formats of one parameter would exchange garbage.
         dtype: its dtype.
-        device: device type and ordinal of first appearance, such as `"cuda#1"`. Ranks of one run
-            use different device indices for the same role, so the index itself cannot be compared.
-        group: index of the parameter group it belongs to.
-        trainable: whether it takes part in the balance and in communication.
+        device: device type and ordinal of first appearance, such as `"cuda#1"`. Ranks use different
+            device indices for the same role, so the index itself cannot be compared.
+        group: index of its parameter group.
+        trainable: True if it takes part in the balance and in communication.
         layout: `"sliced"` if it may be cut anywhere, `"whole"` if it may not be cut.
-        cost: what a step on all of it costs, to balance by where it is not cut; in operations, say.
-            0 where nothing is known: its bytes are taken then.
+        cost: cost of a step on all of it, for example in operations; balances `whole` parameters.
+            0 if unknown; its bytes count then.
     """
 
     name: str
@@ -42,12 +42,12 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its elements take."""
+        """The bytes of its elements."""
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -62,12 +62,12 @@ class ParamSpec:
 
     @staticmethod
     def of(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> ParamSpec:
-        """A contiguous, trainable parameter of group 0 on the CPU: what a plan on paper needs."""
+        """Return a contiguous, trainable parameter of group 0 on the CPU, for plans on paper."""
         return ParamSpec(name, shape, contiguous(shape), dtype, "cpu#0", 0)
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor of this shape in C order."""
+    """Return the strides of a tensor of this shape in C order."""
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)

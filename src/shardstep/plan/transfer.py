@@ -1,4 +1,4 @@
-"""From one placement to another: which elements go from which rank to which."""
+"""The copies of elements that turn one placement into another."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from shardstep.plan.interval import Interval
 
 Holding = Mapping[int, Interval]
-"""What one rank holds: for each parameter, which of its elements."""
+"""The elements that one rank holds, by parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """These elements of this parameter go from one rank to another (or stay, if they are equal)."""
+    """A move of elements of one parameter from one rank to another, which may be the same rank."""
 
     param: int
     param_interval: Interval
@@ -22,11 +22,11 @@ class Copy:
 
 
 def transfers(held: Sequence[Holding], wanted: Sequence[Holding]) -> Iterator[Copy]:
-    """The copies that give every rank what it wants out of what the ranks hold.
+    """Yield the copies that give every rank the elements it wants.
 
-    Both sequences are indexed by group rank. Copies come ordered by source, then target, then
-    parameter: an order in which blocking sends and receives cannot wait for each other in a circle.
-    Elements held by several ranks are taken from the lowest of them.
+    Both sequences are indexed by group rank. Copies are ordered by source, then target, then
+    parameter. In this order blocking sends and receives cannot deadlock. If several ranks hold an
+    element, the lowest of them sends it.
     """
     owners: dict[int, list[tuple[Interval, int]]] = {}
     for source, holding in enumerate(held):

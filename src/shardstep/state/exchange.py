@@ -8,14 +8,13 @@ at a time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardstep.comm import Comm
+from shardstep.comm import Comm, all_gather_json
 from shardstep.params.storage import flat
 from shardstep.plan import Copy, Holding, Interval, ParamSpec, transfers
 from shardstep.state.tree import Leaf, Node, decode, encode, leaves, with_leaves
@@ -147,8 +146,7 @@ def _describe(
         except TypeError as error:
             failure = f"parameter {specs[param].name!r} on rank {comm.group_rank}: {error}"
             break
-    said = comm.all_gather_bytes(json.dumps([failure, list(own.items())]).encode())
-    answers = [json.loads(text) for text in said]
+    answers = all_gather_json(comm, [failure, list(own.items())])
     for failed, _ in answers:
         if failed is not None:
             raise RuntimeError(f"the optimizer state cannot be moved: {failed}")

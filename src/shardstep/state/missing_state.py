@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
-from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.params.names import shorten_list
 from shardstep.plan import ShardPlan
 
 
 def warn_of_missing_state(
-    local: LocalOptimizer, plan: ShardPlan, group_rank: int, present: Collection[int]
+    rehearse: Callable[[Collection[int]], tuple[dict[int, Any], dict[Any, Any]]],
+    plan: ShardPlan,
+    group_rank: int,
+    present: Collection[int],
 ) -> None:
     """Warn of trainable parameters that have no state although their optimizer keeps some.
 
@@ -19,7 +22,7 @@ def warn_of_missing_state(
     rank that owns some of the group finds it out by a step on a copy of its smallest piece.
 
     Args:
-        local: the optimizer on this rank's pieces.
+        rehearse: returns the state that a first step would make for some parameters.
         plan: the placement.
         group_rank: which rank this is.
         present: the parameters that have state now.
@@ -35,7 +38,7 @@ def warn_of_missing_state(
     if smallest:
         tried = {index: group for group, (_, index) in smallest.items()}
         try:
-            states, _ = local.rehearse(tried)
+            states, _ = rehearse(tried)
             keeping |= {tried[index] for index in states}
         except Exception:  # whatever a step on zero gradients does not agree with
             keeping |= set(tried.values())
@@ -50,4 +53,4 @@ def warn_of_missing_state(
             f"the loaded state has nothing for {len(missed)} of {len(trainable)} trainable "
             f"parameters ({names}): these resume from zero"
         )
-    warnings.warn(message, UserWarning, stacklevel=3)
+    warnings.warn(message, UserWarning, stacklevel=5)

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardstep.layouts.choose import ELEMENT_WISE
+from shardstep.layouts.known_classes import ELEMENT_WISE
 from shardstep.local.multi_class import MultiClass, of_one_class
 from shardstep.params.dtensor import local_part
 from shardstep.params.storage import flat

@@ -104,6 +104,10 @@ class ShardView:
         self._optimizer._local.push_options()
         self._optimizer._local.publish_options()
 
+    def publish_options(self) -> None:
+        """Copy options from the local optimizer to the exposed groups."""
+        self._optimizer._local.publish_options()
+
     def masters(self) -> dict[int, torch.Tensor]:
         """Return this rank's masters by parameter number, in use and not copied."""
         return self._optimizer._masters()
@@ -115,6 +119,10 @@ class ShardView:
     def give_masters(self, params: Iterable[int]) -> None:
         """Create masters for those of `params` that may have one and are about to get state."""
         self._optimizer._widen(params)
+
+    def mark_begun(self, params: Iterable[int]) -> None:
+        """Record that `params` have state, so that none of them counts as new."""
+        self._optimizer._begun |= set(params)
 
     def run_state_dict_hooks(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return `make()`, passed through the user's state dict hooks."""

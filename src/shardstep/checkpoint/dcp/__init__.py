@@ -1,4 +1,5 @@
-"""The optimizer as a `Stateful` of `torch.distributed.checkpoint`.
+"""Support for `torch.distributed.checkpoint`.
 
-Reading order: `stand_in` (a tensor that lies divided), `portable` (nested state) and `stateful`.
+Reading order: `stateful` (the wrapper `Sharded`), `survey` (the structure of the state on all
+ranks), `placeholder` (one sharded tensor), `portable` (nested state).
 """

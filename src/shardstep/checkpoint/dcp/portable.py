@@ -1,12 +1,11 @@
-"""State in a form that `torch.distributed.checkpoint` can take apart, and back from there.
+"""Nested state in a form that `torch.distributed.checkpoint` can flatten, and back.
 
-Three things that module does not carry: keys that are not words, tensors in a tuple, which it would
-pickle, and tensors that are made of others. They travel as words and in dicts, and become again
-what the loading side's own state says they are. What is not there yet travels as None; see
-Note [State that is not there yet] in `stateful.py`.
+DCP does not support keys that are no strings, tensors in tuples, which it would pickle, and tensor
+subclasses. All three become dicts with string keys. The loading side restores them from the
+structure of its own state. A value that does not exist yet becomes None, as
+Note [State before the first step] in `stateful.py` explains.
 
-With the entries of a list travels how many there are: the loading side reads those that it has
-itself, and would not notice that there are more.
+A list is saved with its length: DCP reads only the entries that the loading side has.
 """
 
 from __future__ import annotations
@@ -16,124 +15,129 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.dcp.stand_in import StandIn
+from shardstep.checkpoint.dcp.placeholder import Placeholder
 from shardstep.state.tree import Node, decode, wrap
 
 LENGTH = "length"
-"""Under this key is how many entries a list or tuple has."""
+"""The key of the length of a list or tuple."""
 
 
-def portable(value: Any, started: bool = True) -> Any:
-    """State as the checkpoint module can take it apart; None for a value that is not there yet."""
+def to_portable(value: Any, started: bool = True) -> Any:
+    """Return state in portable form; unless `started`, with None for every value."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Mapping):
-        made = {str(key): portable(item, started) for key, item in value.items()}
+        made = {str(key): to_portable(item, started) for key, item in value.items()}
         if len(made) != len(value):
             raise RuntimeError(f"keys {list(value)} of the optimizer state differ in type only")
         return made
-    if holds(value, (torch.Tensor, Mapping)):
-        made = {str(number): portable(item, started) for number, item in enumerate(value)}
+    if contains(value, (torch.Tensor, Mapping)):
+        made = {str(number): to_portable(item, started) for number, item in enumerate(value)}
         return {**made, LENGTH: len(value) if started else None}
     return value if started else None
 
 
-def holds(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Whether there is something of these kinds in a value."""
+def contains(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Return whether a value is, or holds at any depth, an instance of `kinds`."""
     if isinstance(value, kinds):
         return True
     if isinstance(value, Mapping):
-        return any(holds(item, kinds) for item in value.values())
-    return type(value) in (list, tuple) and any(holds(item, kinds) for item in value)
+        return any(contains(item, kinds) for item in value.values())
+    return type(value) in (list, tuple) and any(contains(item, kinds) for item in value)
 
 
-class Reading:
-    """Reads the state of one parameter, and notices whether it is there.
+def from_portable(node: Node, value: Any, owner: str) -> Any:
+    """Return the state of structure `node`, or None if it was saved as absent.
 
     Args:
-        what: whose state it is, for error messages.
+        node: the structure of the state here.
+        value: the portable form that was read.
+        owner: whose state it is, for messages.
+
+    Raises:
+        ValueError: if it has another structure, or is only partly there.
     """
+    reader = _Reader(owner)
+    read = reader.walk(node, value, "")
+    if reader.present and reader.absent:
+        raise ValueError(
+            f"{owner} was loaded with {reader.present[0]!r} but without {reader.absent[0]!r}; "
+            "the checkpoint was not made by an optimizer of this class and options"
+        )
+    nothing = not reader.present and all(each is None for each in reader.values)
+    return None if reader.absent or nothing else read
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._there: list[str] = []
-        self._absent: list[str] = []
-        self._values: list[Any] = []
 
-    def read(self, node: Node, value: Any) -> Any:
-        """The state that `node` describes, as it was read; None if it was saved as not there.
+class _Reader:
+    """Restores state from its portable form, and notes which tensors are there."""
 
-        Raises:
-            ValueError: if it is of another form, or there in part only.
-        """
-        read = self._walk(node, value, "")
-        if self._there and self._absent:
-            raise ValueError(
-                f"{self._what} was loaded with {self._there[0]!r} but without {self._absent[0]!r}; "
-                "the checkpoint was not made by an optimizer of this class and options"
-            )
-        if self._absent or (not self._there and all(each is None for each in self._values)):
-            return None
-        return read
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self.present: list[str] = []
+        self.absent: list[str] = []
+        self.values: list[Any] = []
 
-    def _walk(self, node: Node, value: Any, path: str) -> Any:
+    def walk(self, node: Node, value: Any, path: str) -> Any:
+        """Return the state of structure `node` at `path`."""
         kind, *inner = node
         if kind == "tensor":
             return self._tensor(value, path)
         if kind == "dict":
             if not isinstance(value, Mapping) or not all(str(key) in value for key, _ in inner[0]):
-                raise self._unfit(path, value)
+                raise self._misfit(path, value)
             return {
-                key: self._walk(item, value[str(key)], f"{path}.{key}") for key, item in inner[0]
+                key: self.walk(item, value[str(key)], f"{path}.{key}") for key, item in inner[0]
             }
         if kind == "wrapper":
             name, items, context, shape, stride = inner
-            parts = self._walk(["dict", items], value, path)
+            parts = self.walk(["dict", items], value, path)
             if any(part is None for part in parts.values()):
                 return None
-            # There are no tensors in a context.
+            # A context holds no tensors.
             return wrap(name, parts, decode(context, lambda leaf: torch.empty(0)), shape, stride)
-        if kind in ("list", "tuple") and any(each[0] != "value" for each in _within(node)):
-            here = len(inner[0])
-            if not isinstance(value, Mapping) or not value.keys() >= set(map(str, range(here))):
-                raise self._unfit(path, value)
-            there = value.get(LENGTH)
-            if there not in (None, here):
-                raise ValueError(
-                    f"{self._what} was saved with {there} entries in {path.removeprefix('.')!r}, "
-                    f"and {here} were read, as many as there are here; take as many steps before "
-                    "loading as it needs to have them, or use shardstep.checkpoint"
-                )
-            items = [
-                self._walk(item, value[str(number)], f"{path}.{number}")
-                for number, item in enumerate(inner[0])
-            ]
+        if kind in ("list", "tuple") and any(each[0] != "value" for each in _items(node)):
+            items = self._list(inner[0], value, path)
             return items if kind == "list" else tuple(items)
-        self._values.append(value)
+        self.values.append(value)
         return value
+
+    def _list(self, nodes: list[Node], value: Any, path: str) -> list[Any]:
+        if not isinstance(value, Mapping) or not all(str(n) in value for n in range(len(nodes))):
+            raise self._misfit(path, value)
+        saved = value.get(LENGTH)
+        if saved not in (None, len(nodes)):
+            raise ValueError(
+                f"{self._owner} was saved with {saved} entries in {path.removeprefix('.')!r}, and "
+                f"{len(nodes)} were read, since this optimizer has that many; before loading, take "
+                "enough steps to have all, or use shardstep.checkpoint"
+            )
+        return [
+            self.walk(item, value[str(number)], f"{path}.{number}")
+            for number, item in enumerate(nodes)
+        ]
 
     def _tensor(self, value: Any, path: str) -> Any:
         absent = value is None or (
-            isinstance(value, StandIn) and not value.started and not value.asked
+            isinstance(value, Placeholder) and not value.started and not value.reading
         )
-        (self._absent if absent else self._there).append(path.removeprefix("."))
+        (self.absent if absent else self.present).append(path.removeprefix("."))
         if absent:
             return None
-        if isinstance(value, StandIn):
-            return value.hand_over()
+        if isinstance(value, Placeholder):
+            return value.take_part()
         if isinstance(value, torch.Tensor):
             return value.detach().clone()
         if isinstance(value, (int, float)):
-            return value  # step counters were numbers once
-        raise self._unfit(path, value)
+            return value  # a step counter of older versions of torch
+        raise self._misfit(path, value)
 
-    def _unfit(self, path: str, value: Any) -> ValueError:
+    def _misfit(self, path: str, value: Any) -> ValueError:
         place = path.removeprefix(".") or "the state"
-        return ValueError(f"{self._what} was loaded with a {type(value).__name__} for {place!r}")
+        return ValueError(f"{self._owner} was loaded with a {type(value).__name__} for {place!r}")
 
 
-def _within(node: Node) -> list[Node]:
-    """The nodes inside of a list or tuple, but for lists and tuples themselves."""
+def _items(node: Node) -> list[Node]:
+    """Return the nodes inside nested lists and tuples."""
     if node[0] in ("list", "tuple"):
-        return [found for item in node[1] for found in _within(item)]
+        return [found for item in node[1] for found in _items(item)]
     return [node]

@@ -1,4 +1,4 @@
-"""Checkpoints in one process, without a process group: checked, and as plain state dicts."""
+"""Read a checkpoint in one process: as plain state dicts, or to verify it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.format import SavedModel, SavedOptimizer
-from shardstep.checkpoint.mastered import split_masters
+from shardstep.checkpoint.files import Stages, no_stages
+from shardstep.checkpoint.format import SavedModel, SavedOptimizer, split_masters
+from shardstep.checkpoint.offline.one_process import verify_files
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.safetensors import Stages, no_stages
 
 
 def state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The optimizer of a checkpoint as the plain `torch.optim` state dict, on the CPU.
+    """Return the optimizer of a checkpoint as a plain `torch.optim` state dict, on the CPU.
 
-    It is what the unsharded optimizer's `state_dict()` would have been, and loads into one that was
-    constructed with the same parameters in the same groups.
+    It loads into an unsharded optimizer with the same parameters in the same groups.
 
     Raises:
         CheckpointError: if it is not a checkpoint, is damaged, or has no optimizer.
@@ -38,7 +37,7 @@ def state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def weights(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The model of a checkpoint as a plain state dict, on the CPU.
+    """Return the model of a checkpoint as a plain state dict, on the CPU.
 
     Raises:
         CheckpointError: if it is not a checkpoint, is damaged, or has no model.
@@ -48,81 +47,72 @@ def weights(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def verify(path: str | os.PathLike[str], *, stages: Stages = no_stages) -> tuple[int, int]:
-    """Make sure that a checkpoint is as it was written, and that everything in it can be found.
-
-    Args:
-        path: the checkpoint.
-        stages: told what is done.
+    """Compare every file with its digest, and find every chunk of every tensor.
 
     Returns:
-        How many bytes and how many tensors there are in files.
+        The number of bytes and of tensors in files.
 
     Raises:
-        CheckpointError: naming the first file with which something is wrong.
+        CheckpointError: naming the first file that is wrong.
     """
     with Checkpoint(Path(path)) as checkpoint:
-        nbytes = sum(digest.nbytes for digest in checkpoint.manifest.files.values())
-        checkpoint.verify(progress=stages("checking", nbytes))
+        nbytes = verify_files(checkpoint, stages)
         checkpoint.check_chunks()
         return nbytes, sum(1 for _ in checkpoint.contents.tensors())
 
 
 def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, Any]:
-    """The optimizer's state dict.
+    """Return the optimizer's state dict.
 
     Args:
         checkpoint: the checkpoint.
-        named: whether parameters are called by their names, as in the full state dicts of
-            `torch.distributed.checkpoint`, and not by numbers, as in those of `torch.optim`.
+        named: whether keys are parameter names, as in full state dicts of
+            `torch.distributed.checkpoint`, instead of numbers, as in `torch.optim`.
 
     Raises:
-        CheckpointError: if there is no optimizer, or its parameters have no names.
+        CheckpointError: if it has no optimizer, or no names for its parameters.
     """
     saved = saved_optimizer(checkpoint, named=named)
-    called = {param.name: param.name if named else n for n, param in enumerate(saved.params)}
+    keys = {param.name: param.name if named else n for n, param in enumerate(saved.params)}
     state, masters = split_masters(
         {
-            called[param.name]: checkpoint.value(param.state)
+            keys[param.name]: checkpoint.read_value(param.state)
             for param in saved.params
             if param.state is not None
         }
     )
     groups = []
     for names, options in saved.groups:
-        group = {**checkpoint.value(options), "params": [called[name] for name in names]}
+        group = {**checkpoint.read_value(options), "params": [keys[name] for name in names]}
         if not saved.positional and not named:
             group["param_names"] = list(names)
         groups.append(group)
     found: dict[str, Any] = {
-        **checkpoint.value(saved.beside),
-        "state": {**state, **checkpoint.value(saved.loose)},
+        **checkpoint.read_value(saved.extra_entries),
+        "state": {**state, **checkpoint.read_value(saved.global_state)},
         "param_groups": groups,
     }
     if masters:
         found["masters"] = masters
-    if saved.rounded:
-        found["rounding_step"] = saved.rounded
+    if saved.rounding_step:
+        found["rounding_step"] = saved.rounding_step
     return found
 
 
 def model_dict(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The model's state dict; names of one tensor have one tensor.
+    """Return the model's state dict; several names of one tensor share it.
 
     Raises:
-        CheckpointError: if there is no model.
+        CheckpointError: if it has no model.
     """
     saved = saved_model(checkpoint)
-    found = {name: checkpoint.whole(stored) for name, stored in saved.tensors.items()}
+    found = {name: checkpoint.read_tensor(stored) for name, stored in saved.tensors.items()}
     found |= {name: found[other] for name, other in saved.aliases.items()}
-    return {**found, **checkpoint.value(saved.rest)}
+    return {**found, **checkpoint.read_value(saved.extra_state)}
 
 
 def saved_optimizer(checkpoint: Checkpoint, *, named: bool = False) -> SavedOptimizer:
-    """The optimizer that is in a checkpoint.
-
-    Raises:
-        CheckpointError: if there is none, or its parameters are to have names and do not.
-    """
+    """Return the optimizer, or raise if it is missing, or lacks names although `named`."""
     saved = checkpoint.contents.optimizer
     if saved is None:
         raise CheckpointError(f"{checkpoint.path}: there is no optimizer in it")
@@ -135,11 +125,7 @@ def saved_optimizer(checkpoint: Checkpoint, *, named: bool = False) -> SavedOpti
 
 
 def saved_model(checkpoint: Checkpoint) -> SavedModel:
-    """The model that is in a checkpoint.
-
-    Raises:
-        CheckpointError: if there is none.
-    """
+    """Return the model, or raise if it is missing."""
     if checkpoint.contents.model is None:
         raise CheckpointError(f"{checkpoint.path}: there is no model in it")
     return checkpoint.contents.model

@@ -1,42 +1,37 @@
-"""Checkpoints in other programs' formats: torch files, and weights as Hugging Face keeps them.
+"""Write checkpoints in other programs' formats: torch files, and Hugging Face's weights.
 
-What is exported is complete or not there, and takes a bounded amount of memory.
+An export is atomic and takes bounded memory.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import mmap
 import os
+import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from torch.utils import _pytree as pytree
 
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.file_layout import HF_INDEX, WEIGHTS, hf_index
-from shardstep.checkpoint.format import Contents, Tree
+from shardstep.checkpoint.files import Progress, Stages, no_stages, write_text
+from shardstep.checkpoint.format import Contents
 from shardstep.checkpoint.offline.dicts import (
     model_dict,
     optimizer_dict,
     saved_model,
     saved_optimizer,
 )
-from shardstep.checkpoint.offline.scratch import Scratch
+from shardstep.checkpoint.offline.one_process import verify_files
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.safetensors import (
-    CHUNK_NBYTES,
-    Progress,
-    Source,
-    Stages,
-    Streamed,
-    form_of,
-    no_stages,
-    write,
-)
-from shardstep.checkpoint.staging import EXPORT, Staging, write_text
+from shardstep.checkpoint.safetensors import CHUNK_NBYTES, Source, Streamed, form_of, write
+from shardstep.checkpoint.staging import EXPORT, Staging
 from shardstep.state.tree import decode
 
 if TYPE_CHECKING:
@@ -46,6 +41,7 @@ Form = Literal["torch", "torch-named", "safetensors"]
 Part = Literal["all", "model", "optimizer"]
 
 MAX_SHARD_NBYTES = 5 * 10**9
+ALIGNMENT_NBYTES = 64
 
 
 def export(
@@ -58,53 +54,49 @@ def export(
     verify: bool = True,
     stages: Stages = no_stages,
 ) -> Path:
-    """Write what is in a checkpoint in another format.
+    """Write a checkpoint in another format.
 
-    Called in one process. The memory it takes is that of the largest tensor at most. For torch
-    files, a temporary file of the size of all tensors lies beside `out` meanwhile.
+    Called in one process. It takes at most the memory of the largest tensor. A torch file also
+    takes a temporary file of the size of all tensors, in the folder of `out`.
 
     Args:
         path: the checkpoint.
-        out: what to make, a file for torch's formats and a folder for `"safetensors"`; there must
-            be nothing yet.
-        to: `"torch"` for a file that `torch.load(..., weights_only=True)` reads, with the plain
-            `torch.optim` state dict; `"torch-named"` for one whose optimizer state is keyed by
-            parameter names, as in the full state dicts of `torch.distributed.checkpoint`;
-            `"safetensors"` for the model's weights alone, in the files that Hugging Face's
-            libraries read.
-        part: for torch's formats: `"all"` for a dict of what there is of `"model"`, `"optimizer"`
-            and `"extra"`; `"model"` or `"optimizer"` for that state dict itself.
-        max_shard_nbytes: for `"safetensors"`: how large a file may grow before another is begun.
-        verify: whether every file is compared with its digest first.
-        stages: told what is done.
+        out: the file to make, or for `"safetensors"` the folder; it must not exist.
+        to: the format:
+
+            - `"torch"`: a file for `torch.load(..., weights_only=True)`, with the plain
+              `torch.optim` state dict.
+            - `"torch-named"`: the same with optimizer state under parameter names, as in full
+              state dicts of `torch.distributed.checkpoint`.
+            - `"safetensors"`: only the model's weights, in files for Hugging Face's libraries.
+        part: for a torch file: `"all"` for a dict of `"model"`, `"optimizer"` and `"extra"`, as
+            far as they were saved; `"model"` or `"optimizer"` for that state dict itself.
+        max_shard_nbytes: for `"safetensors"`: the size at which the next file begins.
+        verify: whether to compare every file with its digest first.
+        stages: receives progress.
 
     Returns:
         `out`.
 
     Raises:
-        CheckpointError: if the checkpoint is damaged, lacks what was asked for, or has what the
+        CheckpointError: if the checkpoint is damaged, lacks the part, or holds a value that the
             format cannot hold.
-        FileExistsError: if there is something at `out`.
-        OSError: if it cannot be written there.
+        FileExistsError: if `out` exists.
+        OSError: if it cannot be written.
     """
     if to not in get_args(Form) or part not in get_args(Part):
         raise ValueError(f"there is no export of part {part!r} to {to!r}")
-    goal = Path(out).absolute()
+    if to == "safetensors" and part == "optimizer":
+        raise ValueError("safetensors has the model's weights; export to torch instead")
+    named = to == "torch-named"
     with Checkpoint(Path(path)) as checkpoint:
-        # Before anything is read or made: what was asked for has to be there.
         if to == "safetensors":
-            if part == "optimizer":
-                raise ValueError("safetensors has the model's weights; export to torch instead")
             _check_dtypes(checkpoint)
-        elif part == "model":
-            saved_model(checkpoint)
-        elif part == "optimizer" or checkpoint.contents.optimizer is not None:
-            saved_optimizer(checkpoint, named=to == "torch-named")
-        if to != "safetensors":
-            _check_values(checkpoint, part)
+        else:
+            _check_torch(checkpoint, part, named)
         if verify:
-            total = sum(digest.nbytes for digest in checkpoint.manifest.files.values())
-            checkpoint.verify(progress=stages("checking", total))
+            verify_files(checkpoint, stages)
+    goal = Path(out).absolute()
     staging = Staging(goal)
     try:
         if to == "safetensors":
@@ -112,7 +104,7 @@ def export(
                 _write_weights(checkpoint, staging.path, max_shard_nbytes, stages)
             staging.publish()
         else:
-            _write_torch(Path(path), staging.path, part, to == "torch-named", stages)
+            _write_torch(Path(path), staging.path, part, named, stages)
             staging.publish(EXPORT)
     finally:
         staging.discard()
@@ -122,66 +114,22 @@ def export(
 # ------------------------------------------------------------------------------------- torch
 
 
-def _check_values(checkpoint: Checkpoint, part: Part) -> None:
-    """Make sure that `torch.load(..., weights_only=True)` will take everything that is written."""
-    for what, tree in _trees(_only(checkpoint.contents, part)):
+def _check_torch(checkpoint: Checkpoint, part: Part, named: bool) -> None:
+    """Raise if a part is missing, or holds what `torch.load(..., weights_only=True)` refuses."""
+    if part == "model":
+        saved_model(checkpoint)
+    elif part == "optimizer" or checkpoint.contents.optimizer is not None:
+        saved_optimizer(checkpoint, named=named)
+    for kind, owner, tree in _only(checkpoint.contents, part).trees():
         value = decode(tree.node, lambda leaf: torch.empty(0), wrap=lambda *described: None)
-        place = _place_of_deque(value)
-        if place is not None:
-            raise CheckpointError(
-                f"{checkpoint.path}: {what} has a deque{place and f' at {place!r}'}, which "
-                "torch.load(..., weights_only=True) does not read; export the other parts alone, "
-                "or take it out of checkpoint.load() or checkpoint.state_dict()"
-            )
-
-
-def _trees(contents: Contents) -> Iterator[tuple[str, Tree]]:
-    """All values, each with a name to speak of it by."""
-    if contents.optimizer is not None:
-        for param in contents.optimizer.params:
-            if param.state is not None:
-                yield f"the state of parameter {param.name!r}", param.state
-        for number, (_, options) in enumerate(contents.optimizer.groups):
-            yield f"group {number}", options
-        yield "the optimizer's state", contents.optimizer.loose
-        yield "what the optimizer keeps beside its state", contents.optimizer.beside
-    if contents.model is not None:
-        yield "the model", contents.model.rest
-    if contents.extra is not None:
-        yield "extra", contents.extra
-
-
-def _place_of_deque(value: Any, path: str = "") -> str | None:
-    """How to get to the first deque in a value; None if there is none."""
-    if isinstance(value, deque):
-        return path
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    inner = (_place_of_deque(item, f"{path}.{key}" if path else str(key)) for key, item in items)
-    return next((place for place in inner if place is not None), None)
-
-
-def _write_torch(path: Path, folder: Path, part: Part, named: bool, stages: Stages) -> None:
-    """Write the file for torch into a folder."""
-    with Checkpoint(path) as plain:
-        sizes = [stored.nbytes for _, stored in _only(plain.contents, part).tensors()]
-    scratch = Scratch(folder, sum(sizes), len(sizes))
-    reading = stages("reading", sum(sizes))
-
-    def room(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        tensor = scratch.room(shape, stride, dtype)
-        reading(tensor.nbytes)
-        return tensor
-
-    with Checkpoint(path, room) as checkpoint:
-        value = _value(checkpoint, part, named)
-    scratch.rest()
-    with _Sink(folder / EXPORT, scratch.rest, stages("writing", sum(sizes))) as file:
-        torch.save(value, file)
-        os.fsync(file.fileno())
+        for place, leaf in pytree.tree_leaves_with_path(value, lambda v: isinstance(v, deque)):
+            if isinstance(leaf, deque):
+                raise CheckpointError(
+                    f"{checkpoint.path}: {kind}{owner} has a deque"
+                    f"{place and f' at {pytree.keystr(place)}'}, which torch.load(..., "
+                    "weights_only=True) does not read; export the other parts alone, or take it "
+                    "out of checkpoint.load() or checkpoint.state_dict()"
+                )
 
 
 def _only(contents: Contents, part: Part) -> Contents:
@@ -192,34 +140,84 @@ def _only(contents: Contents, part: Part) -> Contents:
     return contents
 
 
+def _write_torch(path: Path, folder: Path, part: Part, named: bool, stages: Stages) -> None:
+    with Checkpoint(path) as plain:
+        sizes = [stored.nbytes for _, stored in _only(plain.contents, part).tensors()]
+    mapped = _MappedFile(folder, sum(sizes), len(sizes), stages("reading", sum(sizes)))
+    with Checkpoint(path, mapped.allocate) as checkpoint:
+        value = _value(checkpoint, part, named)
+    mapped.release()
+    with _Sink(folder / EXPORT, mapped.release, stages("writing", sum(sizes))) as file:
+        torch.save(value, file)
+        os.fsync(file.fileno())
+
+
 def _value(checkpoint: Checkpoint, part: Part, named: bool) -> Any:
-    if part == "model":
-        return model_dict(checkpoint)
-    if part == "optimizer":
-        return optimizer_dict(checkpoint, named=named)
     contents = checkpoint.contents
     value: dict[str, Any] = {}
-    if contents.model is not None:
+    if part == "model" or (part == "all" and contents.model is not None):
         value["model"] = model_dict(checkpoint)
-    if contents.optimizer is not None:
+    if part == "optimizer" or (part == "all" and contents.optimizer is not None):
         value["optimizer"] = optimizer_dict(checkpoint, named=named)
-    if contents.extra is not None:
-        value["extra"] = checkpoint.value(contents.extra)
-    return value
+    if part == "all" and contents.extra is not None:
+        value["extra"] = checkpoint.read_value(contents.extra)
+    return value if part == "all" else value[part]
+
+
+class _MappedFile:
+    """Memory for tensors in an unnamed file, which the system can take back at any time.
+
+    `torch.save` needs all tensors at once, however large they are.
+
+    Args:
+        folder: the folder of the file.
+        nbytes: bytes of all the tensors.
+        num_tensors: their number.
+        progress: receives the bytes of each tensor.
+
+    Raises:
+        OSError: if the disk is full.
+    """
+
+    def __init__(self, folder: Path, nbytes: int, num_tensors: int, progress: Progress) -> None:
+        self._used = 0
+        self._progress = progress
+        total = nbytes + (num_tensors + 1) * ALIGNMENT_NBYTES
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # All of it now: a full disk is an error here, but kills the process later.
+            os.posix_fallocate(file.fileno(), 0, total)
+            self._map = mmap.mmap(file.fileno(), total)
+
+    def allocate(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a dense tensor of this form, with its own storage."""
+        self.release()  # the tensor before this one
+        numel = math.prod(shape)
+        if not numel:
+            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")
+        flat = torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self._used)
+        self._used += math.ceil(flat.nbytes / ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+        self._progress(flat.nbytes)
+        return flat.as_strided(tuple(shape), tuple(stride))
+
+    def release(self) -> None:
+        """Give the memory back to the system; the file keeps the values."""
+        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 class _Sink(io.FileIO):
-    """A new file for torch to write to, which lets go of memory as it goes.
+    """A new file for `torch.save` that releases memory as it is written.
 
     Args:
-        path: where to.
-        rest: called after every chunk.
-        progress: told of every chunk.
+        path: the file.
+        release: called after every chunk.
+        progress: receives the bytes of every chunk.
     """
 
-    def __init__(self, path: Path, rest: Callable[[], None], progress: Progress) -> None:
+    def __init__(self, path: Path, release: Callable[[], None], progress: Progress) -> None:
         super().__init__(path, "xb")
-        self._rest = rest
+        self._release = release
         self._progress = progress
 
     def write(self, data: Buffer) -> int:
@@ -229,9 +227,8 @@ class _Sink(io.FileIO):
         while done < len(view):
             written = super().write(view[done : done + CHUNK_NBYTES])
             done += written
-            # What torch writes around the tensors is not worth a word.
-            if len(view) > 4096:
-                self._rest()
+            if len(view) > 4096:  # a tensor, not what torch writes between tensors
+                self._release()
                 self._progress(written)
         return len(view)
 
@@ -257,7 +254,7 @@ def _write_weights(
     def source(name: str) -> Source:
         stored = saved.tensors[name]
         return Streamed(
-            stored.dtype, stored.shape, lambda box, target: checkpoint.read(stored, box, target)
+            stored.dtype, stored.shape, lambda box, target: checkpoint.read_box(stored, box, target)
         )
 
     shards: list[dict[str, Source]] = [{}]
@@ -268,8 +265,7 @@ def _write_weights(
             nbytes = 0
         shards[-1][name] = source(name)
         nbytes += stored.nbytes
-    # A tensor with several names is in the file once. That is how their loaders expect it, and the
-    # further names are where their own writer would put them.
+    # Hugging Face's loaders expect a tensor once, and its further names in the metadata.
     metadata = {**saved.aliases, "format": "pt"}
     total = sum(stored.nbytes for stored in saved.tensors.values())
     progress = stages("writing", total)
@@ -280,27 +276,3 @@ def _write_weights(
         file_of |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         write_text(folder / HF_INDEX, hf_index(file_of, total))
-
-
-def parse_nbytes(text: str) -> int:
-    """A number of bytes such as `5GB`, `500MB` or `2GiB`.
-
-    Raises:
-        ValueError: if it is none.
-
-    Example:
-        >>> parse_nbytes("5GB"), parse_nbytes("2 KiB")
-        (5000000000, 2048)
-    """
-    units = {"": 1, "B": 1}
-    for power, letter in enumerate("KMGT", start=1):
-        units |= {f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
-    number = text.strip().rstrip("BIKMGTbikmgt ")
-    unit = text.strip()[len(number) :].strip().upper()
-    try:
-        nbytes = float(number) * units[unit]
-    except (ValueError, KeyError):
-        nbytes = 0
-    if not 1 <= nbytes < math.inf:
-        raise ValueError(f"{text!r} is not a number of bytes such as 5GB")
-    return int(nbytes)

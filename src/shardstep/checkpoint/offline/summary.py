@@ -1,4 +1,4 @@
-"""What there is to know about a checkpoint, or a folder of them, without reading a tensor."""
+"""Describe a checkpoint, or a folder of checkpoints, without reading a tensor."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ from typing import Any
 import torch
 
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.format import SavedModel, SavedOptimizer, Tree
-from shardstep.checkpoint.mastered import master_of, own_entries
-from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.staging import (
-    FORMAT,
-    MANIFEST,
-    VERSION,
-    Manifest,
-    checkpoints,
-    left_overs,
-    read_manifest,
+from shardstep.checkpoint.format import (
+    SavedModel,
+    SavedOptimizer,
+    Stored,
+    Tree,
+    master_of,
+    own_entries,
 )
+from shardstep.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest, read_manifest
+from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.staging import checkpoints, leftovers
 from shardstep.state.tree import Node, leaves, name_of, with_leaves
 
 
 def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str, Any]:
-    """What is in a checkpoint, as JSON can hold it.
+    """Return a description of a checkpoint, for JSON.
 
     Args:
         path: the checkpoint.
-        tensors: whether to list every tensor and where it lies.
+        tensors: whether to list every tensor and its chunks.
 
     Raises:
-        CheckpointError: if it is not a checkpoint, or its lists are damaged.
+        CheckpointError: if it is not a checkpoint, or its description is damaged.
     """
     with Checkpoint(Path(path)) as checkpoint:
         contents, manifest = checkpoint.contents, checkpoint.manifest
@@ -46,46 +45,20 @@ def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str,
             "made_by": contents.made_by,
             "nbytes": _nbytes(manifest),
             "files": {name: digest.nbytes for name, digest in sorted(manifest.files.items())},
-            "optimizer": None,
-            "model": None,
-            "extra": None,
+            "optimizer": contents.optimizer and _optimizer(checkpoint, contents.optimizer),
+            "model": contents.model and _model(contents.model),
+            "extra": contents.extra and _extra(checkpoint, contents.extra),
         }
-        if contents.optimizer is not None:
-            said["optimizer"] = _optimizer(checkpoint, contents.optimizer)
-        if contents.model is not None:
-            said["model"] = _model(contents.model)
-        if contents.extra is not None:
-            said["extra"] = {
-                "nbytes": _tree_nbytes(contents.extra),
-                "value": _shown(checkpoint, contents.extra),
-            }
         if tensors:
-            said["tensors"] = [
-                {
-                    "name": name,
-                    "dtype": name_of(stored.dtype),
-                    "shape": list(stored.shape),
-                    "nbytes": stored.nbytes,
-                    "chunks": [
-                        {
-                            "file": chunk.file,
-                            "key": chunk.key,
-                            "offsets": list(chunk.box.offsets),
-                            "sizes": list(chunk.box.sizes),
-                        }
-                        for chunk in stored.chunks
-                    ],
-                }
-                for name, stored in contents.tensors()
-            ]
+            said["tensors"] = [_tensor(name, stored) for name, stored in contents.tensors()]
         return said
 
 
 def listing(parent: str | os.PathLike[str]) -> dict[str, Any]:
-    """The checkpoints in a folder, oldest first, and what else saves have left there.
+    """Return the checkpoints in a folder, oldest first, and the remains of failed saves.
 
     Raises:
-        CheckpointError: if there are none, and nothing that could have become one.
+        CheckpointError: if there is neither.
     """
     folder = Path(parent)
     if not folder.is_dir():
@@ -93,7 +66,7 @@ def listing(parent: str | os.PathLike[str]) -> dict[str, Any]:
     complete = checkpoints(folder)
     entries = []
     damaged = [
-        {"path": str(path), "why": _why(path)}
+        {"path": str(path), "why": _reason(path)}
         for path in sorted(folder.iterdir())
         if not path.name.startswith(".") and (path / MANIFEST).exists() and path not in complete
     ]
@@ -111,29 +84,22 @@ def listing(parent: str | os.PathLike[str]) -> dict[str, Any]:
                 )
         except CheckpointError as error:
             damaged.append({"path": str(path), "why": str(error)})
-    unfinished = [
-        {"path": str(path), "under_way": under_way} for path, under_way in left_overs(folder)
-    ]
-    if not (entries or damaged or unfinished):
+    left = [{"path": str(path), "under_way": active} for path, active in leftovers(folder)]
+    if not (entries or damaged or left):
         raise CheckpointError(
             f"{folder} has no {MANIFEST} and no checkpoints in it: it is not a checkpoint, or one "
             "that was never completed"
         )
-    return {
-        "path": str(parent),
-        "checkpoints": entries,
-        "damaged": damaged,
-        "unfinished": unfinished,
-    }
+    return {"path": str(parent), "checkpoints": entries, "damaged": damaged, "unfinished": left}
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether this is meant to be a checkpoint, and not a folder of them."""
+    """Return whether this is a checkpoint, damaged or not, and no folder of checkpoints."""
     return os.path.lexists(Path(path) / MANIFEST)
 
 
-def _why(path: Path) -> str:
-    """What is wrong with a checkpoint that does not count as complete."""
+def _reason(path: Path) -> str:
+    """Return the reason why a checkpoint is not complete."""
     try:
         files = read_manifest(path).files
     except CheckpointError as error:
@@ -161,7 +127,7 @@ def _nbytes(manifest: Manifest) -> int:
 def _optimizer(checkpoint: Checkpoint, saved: SavedOptimizer) -> dict[str, Any]:
     numel = {param.name: math.prod(param.shape) for param in saved.params}
     return {
-        "class": saved.kind,
+        "class": saved.class_name,
         "stepped": saved.stepped,
         "named": not saved.positional,
         "parameters": len(saved.params),
@@ -169,7 +135,7 @@ def _optimizer(checkpoint: Checkpoint, saved: SavedOptimizer) -> dict[str, Any]:
         "elements": sum(numel.values()),
         "state_nbytes": sum(
             _tree_nbytes(tree)
-            for tree in (*(param.state for param in saved.params), saved.loose)
+            for tree in (*(param.state for param in saved.params), saved.global_state)
             if tree is not None
         ),
         "without_state": [
@@ -199,12 +165,34 @@ def _model(saved: SavedModel) -> dict[str, Any]:
     }
 
 
+def _extra(checkpoint: Checkpoint, saved: Tree) -> dict[str, Any]:
+    return {"nbytes": _tree_nbytes(saved), "value": _shown(checkpoint, saved)}
+
+
+def _tensor(name: str, stored: Stored) -> dict[str, Any]:
+    return {
+        "name": name,
+        "dtype": name_of(stored.dtype),
+        "shape": list(stored.shape),
+        "nbytes": stored.nbytes,
+        "chunks": [
+            {
+                "file": chunk.file,
+                "key": chunk.key,
+                "offsets": list(chunk.box.offsets),
+                "sizes": list(chunk.box.sizes),
+            }
+            for chunk in stored.chunks
+        ],
+    }
+
+
 def _tree_nbytes(tree: Tree) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves(tree.node))
 
 
 def _shown(checkpoint: Checkpoint, tree: Tree) -> Any:
-    """A value with numbers for tensors of one element, and descriptions for others."""
+    """Return a value with a number or a description in place of each tensor."""
     found = leaves(tree.node)
 
     def describe(number: int, node: Node) -> Node:
@@ -214,4 +202,4 @@ def _shown(checkpoint: Checkpoint, tree: Tree) -> Any:
             return ["value", value if isinstance(value, (bool, int, float)) else str(value)]
         return ["value", f"tensor, {name_of(leaf.dtype)} {list(leaf.shape)}"]
 
-    return checkpoint.value(Tree(with_leaves(tree.node, describe), {}))
+    return checkpoint.read_value(Tree(with_leaves(tree.node, describe), {}))

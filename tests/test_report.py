@@ -53,8 +53,8 @@ def test_a_report_agrees_with_what_was_allocated_and_sent(module_given: bool) ->
         assert report["state"][0] == report["state"][1] > 0
         assert (report["gradients"] > 0) is module_given
         assert report["parameters"][0] == report["parameters"][1]
-        assert "group 0: whole, since Muon was tried and is per tensor" in report["text"]
-        assert "group 1: sliced, since AdamW is known to be element-wise" in report["text"]
+        assert "group 0: whole tensors: Muon needs 2-D parameters" in report["text"]
+        assert "group 1: sliced tensors: AdamW updates each element on its own" in report["text"]
         assert "optimizer state" in report["text"]
         # Which parameters had a gradient travels along, and is not in it.
         assert report["sent"][0] <= report["sent"][1] <= report["sent"][0] + 4096
@@ -73,7 +73,7 @@ def test_one_rank_is_told_what_several_would_do() -> None:
     def said(cls: Any, **options: Any) -> str:
         return str(ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], cls, **options).report())
 
-    assert "several would have it whole: Adafactor was tried" in said(optim.Adafactor)
-    assert "several would have it sliced: AdamW is known" in said(optim.AdamW)
-    assert "several could not: Coupled couples all parameters" in said(Coupled, lr=0.1)
+    assert "on several ranks whole tensors: Adafactor updates each tensor" in said(optim.Adafactor)
+    assert "on several ranks sliced tensors: AdamW updates each element" in said(optim.AdamW)
+    assert "on several ranks an error: Coupled couples all parameters" in said(Coupled, lr=0.1)
     assert said(Coupled, lr=0.1).splitlines()[0].startswith("1 parameters")

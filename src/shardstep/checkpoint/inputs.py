@@ -1,0 +1,123 @@
+"""The optimizer and the model that a checkpoint is saved from or loaded into: checked and named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from shardstep.comm import Comm, connect
+from shardstep.local.multi_class import full_name
+from shardstep.params.names import names_in, strip_wrapper_prefixes, unwrapped, unwrapped_name
+
+if TYPE_CHECKING:
+    from shardstep.optimizer import ZeroRedundancyOptimizer
+
+EXTRA_STATE = "_extra_state"
+"""Torch's name for the state that a module gets and sets by functions, tensor or not."""
+
+
+def comm_of(optimizer: ZeroRedundancyOptimizer | None) -> Comm:
+    """Return the ranks that save or load together.
+
+    Raises:
+        TypeError: if the optimizer is of another class.
+    """
+    from shardstep.optimizer import ZeroRedundancyOptimizer
+
+    if optimizer is not None and not isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise TypeError(
+            "optimizer has to be a ZeroRedundancyOptimizer of this library, not a "
+            f"{type(optimizer).__name__}; the state dict of another one becomes a checkpoint with "
+            "checkpoint.import_state_dict"
+        )
+    return optimizer.shards.comm if optimizer is not None else connect(None)
+
+
+def check_model(model: object) -> None:
+    """Raise `TypeError` if `model` is given and not a module."""
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"model has to be a torch.nn.Module, not a {type(model).__name__}; pass the module, "
+            "and state dicts of anything else as extra"
+        )
+
+
+def class_name(optimizer: ZeroRedundancyOptimizer) -> str:
+    """Return the full name of the local optimizer's class."""
+    return full_name(type(optimizer.optim))
+
+
+def named_params(
+    optimizer: ZeroRedundancyOptimizer | None, model: torch.nn.Module | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of an optimizer and a model, with names for messages."""
+    if model is not None:
+        yield from unwrapped(model).named_parameters()
+    if optimizer is not None:
+        names = (spec.name for spec in optimizer.plan.specs)
+        yield from zip(names, optimizer.shards.params, strict=True)
+
+
+def names_of(
+    optimizer: ZeroRedundancyOptimizer, model: torch.nn.Module | None
+) -> tuple[list[str], bool]:
+    """Return the names of an optimizer's parameters, and whether they are numbers only.
+
+    The model's name for a parameter precedes the optimizer's. A parameter that neither names is
+    called by its number.
+    """
+    params = optimizer.shards.params
+    in_model = names_in(unwrapped(model)) if model is not None else {}
+    pairs = zip(params, optimizer.plan.specs, strict=True)
+    known = [in_model.get(id(param)) or spec.name for param, spec in pairs]
+    # Names from the unwrapped model carry no DDP prefix.
+    names = strip_wrapper_prefixes(known, ddp=not any(id(param) in in_model for param in params))
+    numbers = [f"param {index}" for index in range(len(names))]
+    if len(set(names)) != len(names):
+        # Names from two models that are trained together: only numbers tell them apart.
+        return numbers, True
+    return names, names == numbers
+
+
+class ModelState(NamedTuple):
+    """A model's state dict, sorted.
+
+    Attributes:
+        tensors: its tensors by name.
+        aliases: further names of the same tensors.
+        extra: the other values.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    extra: dict[str, Any]
+
+
+def split_state_dict(state_dict: Mapping[str, Any]) -> ModelState:
+    """Sort the entries of a model's state dict.
+
+    Raises:
+        TypeError: for a tensor that is not plain and dense.
+    """
+    state = ModelState({}, {}, {})
+    places: dict[Any, str] = {}
+    for name, value in state_dict.items():
+        name = unwrapped_name(name)
+        if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == EXTRA_STATE:
+            state.extra[name] = value
+            continue
+        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_meta:
+            raise TypeError(
+                f"model tensor {name!r} is a {type(value).__name__} ({value.layout}, on "
+                f"{value.device}); a checkpoint holds plain dense tensors"
+            )
+        form = (value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
+        place = (value.data_ptr(), value.device, *form)
+        if value.numel() and place in places:
+            state.aliases[name] = places[place]
+        else:
+            places[place] = name
+            state.tensors[name] = value
+    return state

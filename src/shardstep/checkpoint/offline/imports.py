@@ -1,0 +1,438 @@
+"""Make checkpoints from other programs' state: state dicts, `torch.save` files, safetensors.
+
+A file of `torch.save` is mapped and read with `weights_only=True`, so no code in it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.file_layout import HF_INDEX, WEIGHTS, FileLayout, made_by, state_key
+from shardstep.checkpoint.files import Stages, no_stages, read_json
+from shardstep.checkpoint.format import (
+    MASTER,
+    Contents,
+    SavedModel,
+    SavedOptimizer,
+    SavedParam,
+    Tree,
+    attach_masters,
+)
+from shardstep.checkpoint.inputs import split_state_dict
+from shardstep.checkpoint.offline.one_process import write_alone
+from shardstep.checkpoint.safetensors import File, Source, Streamed
+from shardstep.checkpoint.write import add_options
+from shardstep.local.multi_class import full_name
+from shardstep.params.names import strip_wrapper_prefixes
+from shardstep.plan import Box
+from shardstep.state.torch_dict import OURS
+from shardstep.state.tree import encode, leaves, with_leaves
+
+MODEL_KEYS = ("model", "state_dict", "model_state_dict")
+OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
+
+
+def import_state_dict(
+    path: str | os.PathLike[str],
+    optimizer: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+    extra: Any = None,
+    *,
+    names: Sequence[str] | None = None,
+    optimizer_class: str | None = None,
+    stages: Stages = no_stages,
+) -> Path:
+    """Make a checkpoint of plain state dicts, for `load` at any world size.
+
+    Called in one process. Prefixes of wrappers (`module.`, `_orig_mod.`) are removed from names.
+
+    Args:
+        path: the folder to make; it must not exist.
+        optimizer: the state dict of an unsharded optimizer. Its parameters are numbers, as in
+            `torch.optim`, or names, as in `torch.distributed.checkpoint`.
+        model: the state dict of the model.
+        extra: anything else: numbers, text, tensors, lists and dicts of these.
+        names: names of the optimizer's parameters, in the order of its groups, if the dict has
+            none. Without names, `load` matches parameters by position.
+        optimizer_class: the optimizer's class, such as `"AdamW"` or `"some.module.Lion"`. `load`
+            does not compare classes if it is None.
+        stages: receives progress.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: if the dicts do not describe an optimizer and a model.
+        FileExistsError: if `path` exists.
+        OSError: if it cannot be written.
+    """
+    files = FileLayout(1, {0})
+    try:
+        saved_model = None
+        if model is not None:
+            if not model or not all(isinstance(name, str) for name in model):
+                raise CheckpointError("this is not a model's state dict: its keys are not names")
+            tensors, aliases, rest = split_state_dict(_strip_names(model, "the model's state dict"))
+            saved_model = _save_model(files, tensors, aliases, rest)
+        saved_optimizer = None
+        if optimizer is not None:
+            saved_optimizer = _save_optimizer(files, optimizer, saved_model, names, optimizer_class)
+        saved_extra = None if extra is None else files.add_value("extra", extra)
+    except TypeError as error:
+        raise CheckpointError(str(error)) from error
+    maker = {**made_by(1), "imported": True}
+    return write_alone(
+        path, files, Contents(saved_optimizer, saved_model, saved_extra, maker), stages
+    )
+
+
+def import_file(
+    file: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+    names: Sequence[str] | None = None,
+    optimizer_class: str | None = None,
+    stages: Stages = no_stages,
+) -> Path:
+    """Make a checkpoint of another program's file, or of a folder of safetensors.
+
+    Args:
+        file: one of:
+
+            - a file of `torch.save` with an optimizer's state dict, a model's, or a dict of them.
+              Other values become the checkpoint's `extra`, if a checkpoint can hold them.
+            - a model's weights in safetensors: a file, or a folder with `model.safetensors` or
+              with several files and their index.
+        path: the folder to make; it must not exist.
+        model_key: the key of the model's state dict in the file, if it is not a usual one.
+        optimizer_key: the key of the optimizer's state dict, if it is not a usual one.
+        names, optimizer_class, stages: as for `import_state_dict`.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: if the file is damaged, has neither a model nor an optimizer, or can only
+            be read by running code from it.
+        FileExistsError: if `path` exists.
+        OSError: if it cannot be written.
+    """
+    source = Path(file)
+    if source.is_dir() or source.suffix == ".safetensors":
+        if any(each is not None for each in (model_key, optimizer_key, names, optimizer_class)):
+            raise ValueError(f"{source} has weights only; leave out keys, names and the class")
+        return _import_safetensors(source, Path(path), stages)
+    found = _find_parts(source, _read_torch(source), model_key, optimizer_key)
+    return import_state_dict(
+        path,
+        found.optimizer,
+        found.model,
+        found.extra or None,
+        names=names,
+        optimizer_class=optimizer_class,
+        stages=stages,
+    )
+
+
+# ------------------------------------------------------------------------- torch.save files
+
+
+class _Parts(NamedTuple):
+    """The parts of a file of `torch.save`."""
+
+    optimizer: Any
+    model: Any
+    extra: dict[Any, Any]
+
+
+def _read_torch(file: Path) -> Any:
+    try:
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            # The format before torch 1.6 cannot be mapped.
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file}: holds more than tensors, numbers, text, lists and dicts, and reading that "
+            "could run any code; load it where you trust it, and save only its state dicts"
+        ) from error
+    except OSError:
+        raise
+    except Exception as error:  # torch raises anything for a file of another kind
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{file}: cannot be read as a file of torch.save ({reason})"
+        ) from error
+
+
+def _find_parts(file: Path, value: Any, model_key: str | None, optimizer_key: str | None) -> _Parts:
+    """Separate the model, the optimizer and the rest of a file."""
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{file}: expected a state dict, got a {type(value).__name__}")
+    keys = ", ".join(map(repr, value))
+    for key in (model_key, optimizer_key):
+        if key is not None and key not in value:
+            raise CheckpointError(f"{file}: has no {key!r}; it has {keys}")
+    if model_key is None and optimizer_key is None and {"state", "param_groups"} <= value.keys():
+        return _Parts(value, None, {})
+    model_key = model_key or next((key for key in MODEL_KEYS if key in value), None)
+    optimizer_key = optimizer_key or next((key for key in OPTIMIZER_KEYS if key in value), None)
+    if model_key is None and optimizer_key is None:
+        if all(isinstance(each, torch.Tensor) for each in value.values()):
+            return _Parts(None, value, {})
+        raise CheckpointError(
+            f"{file}: neither a model nor an optimizer was found; name their keys, out of {keys}"
+        )
+    model = None if model_key is None else value[model_key]
+    optimizer = None if optimizer_key is None else value[optimizer_key]
+    if isinstance(optimizer, list) and len(optimizer) == 1:
+        optimizer = optimizer[0]  # as Lightning saves it
+    for key, each in ((model_key, model), (optimizer_key, optimizer)):
+        if each is not None and not isinstance(each, Mapping):
+            raise CheckpointError(f"{file}: {key!r} is a {type(each).__name__}, not a state dict")
+    rest = {key: each for key, each in value.items() if key not in (model_key, optimizer_key)}
+    if rest.keys() == {"extra"} and isinstance(rest["extra"], Mapping):
+        rest = dict(rest["extra"])  # as `export` writes it
+    for key in list(rest):
+        try:
+            encode({key: rest[key]})
+        except TypeError as error:
+            warnings.warn(f"{file}: {key!r} is left out: {error}", stacklevel=2)
+            del rest[key]
+    return _Parts(optimizer, model, rest)
+
+
+# ------------------------------------------------------------------------------ safetensors
+
+
+def _import_safetensors(source: Path, path: Path, stages: Stages) -> Path:
+    """Copy weights from file to file, one chunk at a time."""
+    files = FileLayout(1, {0})
+    with ExitStack() as opened:
+        tensors: dict[str, Source] = {}
+        file_of: dict[str, str] = {}
+        weight_files, index = _weight_files(source)
+        for file in weight_files:
+            # Folders of a download cache are full of links.
+            weights = opened.enter_context(File(file.resolve()))
+            for name, entry in weights.entries.items():
+                if name in tensors:
+                    raise CheckpointError(f"{file}: tensor {name!r} is in {file_of[name]} too")
+                tensors[name] = _stream(weights, name, entry.dtype, entry.shape)
+                file_of[name] = file.name
+        for name, listed in index.items():
+            if file_of.get(name) != listed:
+                raise CheckpointError(f"{source / listed}: there should be a tensor {name!r}")
+        model = _save_model(files, _strip_names(tensors, str(source)), {}, {})
+        contents = Contents(model=model, made_by={**made_by(1), "imported": True})
+        return write_alone(path, files, contents, stages)
+
+
+def _weight_files(source: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the files with a model's weights, and the index from tensors to files, if any."""
+    if not source.is_dir():
+        return [source], {}
+    if (source / WEIGHTS).exists():
+        return [source / WEIGHTS], {}
+    if not (source / HF_INDEX).exists():
+        raise CheckpointError(f"{source}: has neither {WEIGHTS} nor {HF_INDEX}")
+    text = read_json((source / HF_INDEX).resolve())
+    index = text.get("weight_map") if isinstance(text, dict) else None
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise CheckpointError(f"{source / HF_INDEX}: has no weight_map")
+    names = sorted(set(index.values()))
+    if any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{source / HF_INDEX}: leads out of the folder")
+    return [source / name for name in names], index
+
+
+def _stream(file: File, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Streamed:
+    return Streamed(dtype, shape, lambda box, target: file.read(name, dtype, shape, box, target))
+
+
+# ------------------------------------------------------------------------------ state dicts
+
+
+def _strip_names(tensors: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return the tensors under names without prefixes of wrappers."""
+    names = strip_wrapper_prefixes(tensors)
+    if len(set(names)) != len(names):
+        raise CheckpointError(f"{what}: two tensors have the same name without wrappers")
+    return dict(zip(names, tensors.values(), strict=True))
+
+
+def _save_model(
+    files: FileLayout,
+    tensors: Mapping[str, Source],
+    aliases: dict[str, str],
+    rest: Mapping[str, Any],
+) -> SavedModel:
+    saved = {name: files.add_whole("model", 0, name, each) for name, each in tensors.items()}
+    return SavedModel(saved, aliases, files.add_value("model", rest))
+
+
+def _save_optimizer(
+    files: FileLayout,
+    state_dict: Mapping[str, Any],
+    model: SavedModel | None,
+    names: Sequence[str] | None,
+    optimizer_class: str | None,
+) -> SavedOptimizer:
+    state, groups, masters, rounded = _check_state_dict(state_dict)
+    state = attach_masters(state, masters)
+    keys = [key for group in groups for key in group["params"]]
+    called = _param_names(groups, keys, names)
+    positional = called is None
+    called = called or [f"param {index}" for index in range(len(keys))]
+    params = []
+    for index, (key, name) in enumerate(zip(keys, called, strict=True)):
+        shape, dtype = _shape_and_dtype(name, state.get(key), None if positional else model)
+        params.append(_save_param(files, index, name, shape, dtype, state.get(key)))
+    saved_groups, start = [], 0
+    for number, group in enumerate(groups):
+        stop = start + len(group["params"])
+        saved_groups.append((tuple(called[start:stop]), add_options(files, number, group)))
+        start = stop
+    global_state = {key: value for key, value in state.items() if key not in set(keys)}
+    if not all(isinstance(key, str) for key in global_state):
+        raise CheckpointError(
+            f"the optimizer's state dict has state for {list(global_state)[:5]}, which no group has"
+        )
+    beside = {key: value for key, value in state_dict.items() if key not in OURS}
+    return SavedOptimizer(
+        _full_class_name(optimizer_class),
+        positional,
+        stepped=bool(state),
+        params=tuple(params),
+        groups=tuple(saved_groups),
+        global_state=files.add_value("state", global_state),
+        extra_entries=files.add_value("beside", beside),
+        rounding_step=rounded,
+    )
+
+
+def _check_state_dict(
+    state_dict: Mapping[str, Any],
+) -> tuple[Mapping[Any, Any], list[Mapping[str, Any]], Mapping[Any, torch.Tensor], int]:
+    """Return the state, the groups, the masters and the count of stochastic roundings."""
+    state, groups = state_dict.get("state"), state_dict.get("param_groups")
+    listed = isinstance(groups, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    )
+    if not isinstance(state, Mapping) or not isinstance(groups, list) or not listed:
+        raise CheckpointError(
+            "this is not the state dict of an optimizer: it has no 'state' and 'param_groups' as "
+            "torch.optim writes them"
+        )
+    masters, rounded = state_dict.get("masters", {}), state_dict.get("rounding_step", 0)
+    if not isinstance(masters, Mapping) or not all(
+        isinstance(master, torch.Tensor) for master in masters.values()
+    ):
+        raise CheckpointError(
+            "'masters' of the optimizer's state dict are not tensors by parameter"
+        )
+    if not isinstance(rounded, int) or rounded < 0:
+        raise CheckpointError(f"'rounding_step' of the optimizer's state dict is {rounded!r}")
+    return state, groups, masters, rounded
+
+
+def _param_names(
+    groups: Sequence[Mapping[str, Any]], keys: Sequence[Any], given: Sequence[str] | None
+) -> list[str] | None:
+    """Return the parameters' names, or None if they have numbers only."""
+    if given is not None:
+        if len(given) != len(keys):
+            raise CheckpointError(
+                f"{len(given)} names were given for the {len(keys)} parameters of the optimizer"
+            )
+        known: list[Any] = list(given)
+    elif all(isinstance(key, str) for key in keys):
+        known = list(keys)
+    else:
+        known = [name for group in groups for name in group.get("param_names", ())]
+    if len(known) != len(keys) or not keys:
+        return None
+    names = strip_wrapper_prefixes(map(str, known))
+    if len(set(names)) != len(names):
+        raise CheckpointError("two parameters of the optimizer have the same name")
+    return names
+
+
+def _shape_and_dtype(
+    name: str, state: Any, model: SavedModel | None
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Take a parameter's form from the model, or guess it from the state.
+
+    A wrong guess does no harm: `load` refuses a shape that is not the parameter's.
+    """
+    if model is not None:
+        stored = model.tensors.get(model.aliases.get(name, name))
+        if stored is not None:
+            return stored.shape, stored.dtype
+    tensors = encode(state)[1] if state is not None else []
+    # All tensors but scalar counters should have the parameter's shape.
+    shapes = {tuple(tensor.shape) for tensor in tensors if tensor.dim()}
+    if not tensors or len(shapes) > 1:
+        raise CheckpointError(
+            f"the shape of parameter {name!r} cannot be told from its state"
+            f"{'' if tensors else ', since it has none'}; give the model's state dict too, and "
+            "names for the parameters if the optimizer's has none"
+        )
+    shape = shapes.pop() if shapes else ()
+    return shape, [tensor for tensor in tensors if tuple(tensor.shape) == shape][-1].dtype
+
+
+def _save_param(
+    files: FileLayout,
+    index: int,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    state: Any,
+) -> SavedParam:
+    if state is None or (isinstance(state, Mapping) and not state):
+        return SavedParam(name, shape, dtype, True, None, ())
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"the state of parameter {name!r} is a {type(state).__name__}, and not a dict"
+        )
+    try:
+        node, tensors = encode(state)
+    except TypeError as error:
+        raise CheckpointError(f"parameter {name!r}: {error}") from error
+    found = leaves(node)
+    stored = {}
+    for number, (leaf, tensor) in enumerate(zip(found, tensors, strict=True)):
+        if leaf.data is None or leaf.path == MASTER:
+            key = state_key(index, number, name, leaf, Box.whole(leaf.shape))
+            stored[number] = files.add_whole("optimizer", 0, key, tensor)
+    node = with_leaves(node, lambda n, leaf: [*leaf[:-1], None] if n in stored else leaf)
+    per_element = tuple(leaf.shape == shape for leaf in found)
+    return SavedParam(name, shape, dtype, True, Tree(node, stored), per_element)
+
+
+def _full_class_name(optimizer_class: str | None) -> str | None:
+    """Return the full name of a class, given that or the short name of one of torch's."""
+    if optimizer_class is None or "." in optimizer_class:
+        return optimizer_class
+    cls = getattr(torch.optim, optimizer_class, None)
+    if not isinstance(cls, type):
+        raise CheckpointError(
+            f"torch.optim has no class {optimizer_class!r}; give the full name, such as "
+            "some.module.Lion"
+        )
+    return full_name(cls)

@@ -1,0 +1,87 @@
+"""All-gather and reduce-scatter by the backend's own collectives (NCCL and its like)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardstep.comm.works import Finish
+
+# torch 2.13 renames these and warns about the old names, the only ones that 2.11 has.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+UNEVEN_LISTS = frozenset({"nccl"})
+"""Backends whose list collectives take tensors of different lengths, and launch them as one.
+
+On other backends each segment is a broadcast or a reduction of its own, in rank order everywhere.
+"""
+
+
+class Collectives:
+    """The collectives of one group.
+
+    Args:
+        group: the process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
+
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> list[Any]:
+        """Gather all segments into `buffer`. Called on every rank."""
+        group = self._group
+        data = buffer.view(torch.uint8)
+        segments = _segments(data, [cut * buffer.itemsize for cut in cuts])
+        own = segments[self._rank]
+        if _even(segments):
+            return [_all_gather_single(data, own, group=group, async_op=True)]
+        if backend_name(group, buffer.device) in UNEVEN_LISTS:
+            return [dist.all_gather(segments, own, group=group, async_op=True)]
+        return [
+            dist.broadcast(segment, group=group, group_src=source, async_op=True)
+            for source, segment in enumerate(segments)
+            if segment.numel()
+        ]
+
+    def reduce_scatter(
+        self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
+    ) -> tuple[list[Any], Finish | None]:
+        """Reduce each segment to its owner. Called on every rank."""
+        group = self._group
+        segments = _segments(buffer, cuts)
+        own = segments[self._rank]
+        total = out if out.dtype == buffer.dtype else torch.empty_like(own)
+        if _even(segments):
+            works = [_reduce_scatter_single(total, buffer, group=group, async_op=True)]
+        elif backend_name(group, buffer.device) in UNEVEN_LISTS:
+            works = [dist.reduce_scatter(total, segments, group=group, async_op=True)]
+        else:
+            total = own
+            works = [
+                dist.reduce(segment, group=group, group_dst=target, async_op=True)
+                for target, segment in enumerate(segments)
+                if segment.numel()
+            ]
+        return works, None if total is out else lambda: out.copy_(total)
+
+
+def _segments(flat: torch.Tensor, cuts: Sequence[int]) -> list[torch.Tensor]:
+    return [flat[start:stop] for start, stop in pairwise(cuts)]
+
+
+def _even(segments: Sequence[torch.Tensor]) -> bool:
+    return len({segment.numel() for segment in segments}) == 1
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Return the name of the backend that serves `device` in `group`, if there is one."""
+    try:
+        return str(group._get_backend(device).name()).lower()
+    except RuntimeError:
+        return None

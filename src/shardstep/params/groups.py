@@ -1,0 +1,25 @@
+"""Which parameters, by number, belong to which parameter group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+
+def group_ranges(groups: Sequence[Mapping[str, Any]]) -> list[range]:
+    """Return the numbers of each group's parameters. Parameters are numbered across all groups.
+
+    Example:
+        >>> group_ranges([{"params": ["weight", "bias"]}, {"params": []}, {"params": ["head"]}])
+        [range(0, 2), range(2, 2), range(2, 3)]
+    """
+    stops = accumulate((len(group["params"]) for group in groups), initial=0)
+    return [range(start, stop) for start, stop in pairwise(stops)]
+
+
+def enumerate_params(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, Any]]:
+    """Yield the number of each parameter, the number of its group, and the parameter."""
+    for group, (indices, options) in enumerate(zip(group_ranges(groups), groups, strict=True)):
+        for index, param in zip(indices, options["params"], strict=True):
+            yield index, group, param

@@ -1,0 +1,233 @@
+"""Training in which one rank owns most of a bucket: right counts, and no rank left waiting."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step_interleaved
+
+
+class Lookup(nn.Module):
+    """A table that is most of the model, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(700, 128)
+        self.head = nn.Linear(128, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.table(tokens))
+        return out
+
+
+def make(**options: Any) -> tuple[Lookup, ZeroRedundancyOptimizer]:
+    torch.manual_seed(0)
+    model = Lookup()
+    opt = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.Adafactor, module=model, **options
+    )
+    (bucket,) = opt.plan.training_buckets
+    assert max(bucket.segment(rank).numel for rank in range(dist.get_world_size())) > (
+        0.9 * bucket.numel
+    )
+    return model, opt
+
+
+def say_what_is_sent() -> tuple[int, int]:
+    model, opt = make(overlap=False)
+    isend, sent = dist.isend, []
+
+    def watched(data: Tensor, **options: Any) -> Any:
+        sent.append(data.nbytes)
+        return isend(data, **options)
+
+    with mock.patch.object(dist, "isend", watched):
+        model(torch.arange(64)).sum().backward()
+        opt.step()
+    flags = len(list(model.parameters())) * (dist.get_world_size() - 1)
+    report = opt.report()
+    return sum(sent) - flags, report.reduce_nbytes + report.gather_nbytes
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_report_says_what_is_really_sent(world_size: int) -> None:
+    for sent, said in run_ranks(say_what_is_sent, world_size):
+        assert sent == said
+
+
+def step_and_leave() -> bool:
+    """Rank 1 has no use for the new parameters until the other has used them."""
+    model, opt = make()
+    model(torch.arange(64)).sum().backward()
+    opt.step()
+    if dist.get_rank() != 1:
+        model(torch.arange(64))
+    dist.barrier()
+    return bool(model(torch.arange(64)).isfinite().all())
+
+
+def step_before_another() -> bool:
+    """Rank 1 waits, between its backward and its step, for rank 0 to have taken its own."""
+    model, opt = make()
+    message = torch.zeros(1)
+    for _ in range(3):
+        model(torch.arange(64)).sum().backward()
+        if dist.get_rank() == 1:
+            dist.recv(message, 0)
+        opt.step()
+        if dist.get_rank() == 0:
+            dist.send(message, 1)
+        opt.zero_grad()
+    return bool(model(torch.arange(64)).isfinite().all())
+
+
+class Averaged(torch.autograd.Function):
+    """A collective in backward, as tensor parallelism and SyncBatchNorm have them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad / dist.get_world_size()
+
+
+class InBetween(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *rest = self.layers
+        return nn.Sequential(*rest)(Averaged.apply(first(x)))  # type: ignore[no-any-return]
+
+
+def late_on_all_but_one(state: Any, bucket: Any) -> Any:
+    future = allreduce_hook(state, bucket)
+    if dist.get_rank() == 0:
+        time.sleep(0.1)  # here it is reduced by the time it is asked for
+    return future
+
+
+def collect_in_backward() -> bool:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(InBetween(), bucket_cap_mb=0.2)
+    opt = ZeroRedundancyOptimizer(
+        ddp.parameters(),
+        torch.optim.SGD,
+        layout="whole",
+        overlap_with_ddp=True,
+        bucket_bytes=256 * 256 * 4,
+        lr=0.1,
+    )
+    hook = hook_with_zero_step_interleaved(late_on_all_but_one, ddp, opt)
+    ddp.register_comm_hook(None, hook)
+    for _ in range(4):
+        ddp(torch.randn(2, 256)).square().mean().backward()
+    return all(bool(param.isfinite().all()) for param in ddp.parameters())
+
+
+@pytest.mark.parametrize("train", [step_and_leave, step_before_another, collect_in_backward])
+def test_a_rank_that_waits_for_something_else_keeps_no_other_waiting(
+    train: Callable[[], bool],
+) -> None:
+    assert run_ranks(train, 2) == [True, True]
+
+
+ENDS = """
+import sys, time, torch, torch.distributed as dist
+from shardstep import ZeroRedundancyOptimizer
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+model = torch.nn.Linear(512, 256)
+opt = ZeroRedundancyOptimizer(
+    model.parameters(), torch.optim.SGD, module=model, layout="whole", lr=0.1
+)
+model(torch.ones(2, 512)).sum().backward()
+opt.clip_grad_norm_(1e9)
+(bucket,) = opt.plan.training_buckets
+if bucket.segment(rank).numel > bucket.numel // 2:
+    time.sleep(0.5)  # the other has come to its end
+opt.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_may_end_with_gathers_in_flight(tmp_path: Path) -> None:
+    # As a program of its own: a rank of `run_ranks` leaves without ending the interpreter.
+    commands = [[sys.executable, "-c", ENDS, str(rank), str(tmp_path / "meet")] for rank in (0, 1)]
+    programs = [subprocess.Popen(command, stderr=subprocess.PIPE) for command in commands]
+    ends = [program.communicate(timeout=60) for program in programs]
+    assert [program.returncode for program in programs] == [0, 0], ends
+
+
+class Late:
+    """A message that is sent half a second later."""
+
+    def __init__(self, send: Callable[[], Any]) -> None:
+        self._send = send
+        self._work: Any = None
+        self._thread = threading.Thread(target=self._go)
+        self._thread.start()
+
+    def _go(self) -> None:
+        time.sleep(0.5)
+        self._work = self._send()
+
+    def wait(self) -> None:
+        self._thread.join()
+        self._work.wait()
+
+
+def read_meanwhile() -> list[float]:
+    """What two threads of one rank read while the owner's message to it is late."""
+    model, opt = make()
+    (bucket,) = opt.plan.training_buckets
+    owner = max(range(2), key=lambda rank: bucket.segment(rank).numel)
+    weight = model.table.weight
+    model(torch.arange(64)).square().mean().backward()
+    opt.clip_grad_norm_(1e9)
+    isend, read = dist.isend, []
+
+    def slow(data: Tensor, **options: Any) -> Any:
+        return Late(lambda: isend(data, **options))
+
+    def peek() -> None:
+        while not hasattr(weight, "_shardstep_flight") and not read:
+            time.sleep(0.001)
+        time.sleep(0.2)
+        read.append(float(weight.detach().double().sum()))
+
+    with mock.patch.object(dist, "isend", slow if dist.get_rank() == owner else isend):
+        thread = threading.Thread(target=peek, daemon=True)
+        if dist.get_rank() != owner:
+            thread.start()
+        opt.step()
+        read.append(float(weight.detach().double().sum()))
+        if dist.get_rank() != owner:
+            thread.join()
+    return read
+
+
+def test_threads_that_read_what_is_late_read_the_same() -> None:
+    seen = run_ranks(read_meanwhile, 2)
+    assert len({value for read in seen for value in read}) == 1
