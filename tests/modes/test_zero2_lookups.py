@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from typing import Any
 
 import pytest
@@ -32,46 +34,33 @@ from shardstep import ZeroRedundancyOptimizer
 # ------------------------------------------------------------------------------------ gradients
 
 
-def _gradients() -> list[str]:
-    def once(setup: Setup, problem: Problem) -> None:
-        setup.backward(0, problem)
-
-    def held_back(setup: Setup, problem: Problem) -> None:
-        with setup.no_sync():
-            setup.backward(0, problem)
-        setup.backward(2, problem)
-
-    def after_a_step(setup: Setup, problem: Problem) -> None:
+def _pass(setup: Setup, problem: Problem, way: str) -> None:
+    """Leave gradients, or none."""
+    if way == "after steps":
         train(setup, problem, range(2))
+    with setup.no_sync() if way == "held back" else contextlib.nullcontext():
+        setup.backward(0, problem)
+    if way == "held back":
         setup.backward(2, problem)
+    if way.startswith("cleared"):
+        setup.opt.zero_grad(set_to_none=way != "cleared in place")
 
-    def cleared_in_place(setup: Setup, problem: Problem) -> None:
-        setup.backward(0, problem)
-        setup.opt.zero_grad(set_to_none=False)
 
-    def cleared(setup: Setup, problem: Problem) -> None:
-        setup.backward(0, problem)
-        setup.opt.zero_grad()
-
+def _gradients() -> list[str]:
     failures = []
-    for name in ("mlp", "branching", "conv", "mixed dtypes"):
+    ways = ("once", "held back", "after steps", "cleared in place", "cleared")
+    for name, way in itertools.product(("mlp", "branching", "conv", "mixed dtypes"), ways):
         problem = PROBLEMS[name]
-        for act in (once, held_back, after_a_step, cleared_in_place, cleared):
-            ddp = with_ddp(problem.fresh(), SGD, find_unused_parameters=problem.find_unused)
-            act(ddp, problem)
-            for layout in ("sliced", "whole"):
-                zero = with_zero(problem.fresh(), SGD, layout=layout)
-                act(zero, problem)
-                for (n, theirs), ours in zip(
-                    ddp.module.named_parameters(), zero.module.parameters(), strict=True
-                ):
-                    by_name, by_param = zero.opt.full_grad(n), zero.opt.full_grad(ours)
-                    what = f"{name}, {act.__name__}, {layout}: {n}"
-                    for got in (by_name, by_param):
-                        if (got is None) != (theirs.grad is None):
-                            failures.append(f"{what} {theirs.grad is None} {got is None}")
-                        elif got is not None and differing([theirs.grad], [got]):
-                            failures.append(what)
+        ddp = with_ddp(problem.fresh(), SGD, find_unused_parameters=problem.find_unused)
+        _pass(ddp, problem, way)
+        for layout in ("sliced", "whole"):
+            zero = with_zero(problem.fresh(), SGD, layout=layout)
+            _pass(zero, problem, way)
+            for (n, theirs), ours in zip(
+                ddp.module.named_parameters(), zero.module.parameters(), strict=True
+            ):
+                found = [difference(theirs.grad, zero.opt.full_grad(asked)) for asked in (n, ours)]
+                failures += [f"{name}, {way}, {layout}: {n} {each}" for each in found if each]
     return failures
 
 

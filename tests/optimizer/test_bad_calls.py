@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bad import SECONDS, SGD, Adam, build, p, sparse
 from ranks import raises_on_every_rank, run_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -15,26 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.comm import SoloComm
 from shardstep.comm.consensus import run_on_all_ranks
-
-#: Enough for ranks to start on a busy machine; a hang is reported long before pytest's timeout.
-SECONDS = 20.0
-
-SGD, Adam = torch.optim.SGD, torch.optim.Adam
-
-
-def p(*shape: int, dtype: torch.dtype = torch.float32, trainable: bool = True) -> torch.Tensor:
-    return torch.nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=trainable)
-
-
-def build(params: Any, optimizer_class: Any = SGD, **options: Any) -> ZeroRedundancyOptimizer:
-    if optimizer_class is SGD:
-        options.setdefault("lr", 0.1)
-    return ZeroRedundancyOptimizer(params, optimizer_class, **options)
-
-
-def sparse() -> torch.Tensor:
-    return torch.eye(3).to_sparse().requires_grad_()
-
 
 # -------------------------------------------------------------------------- adding a group
 
@@ -258,7 +239,7 @@ def test_a_class_that_cannot_do_without_parameters_is_refused_where_a_rank_has_n
     layout: str,
 ) -> None:
     assert run_ranks(one_step, 2, AsksTheFirst, layout=layout) == [[0.5]] * 2
-    match = "has nothing to update, and AsksTheFirst cannot take a step without parameters"
+    match = "this rank owns no parameters, and AsksTheFirst cannot step without any"
     raises_on_every_rank(
         one_step,
         5,
@@ -338,5 +319,5 @@ def test_a_call_that_other_ranks_do_not_make_is_named_when_they_do_not_come() ->
 def test_state_that_is_assigned_is_refused_with_the_way_to_set_it() -> None:
     weight = p(4)
     optimizer: Any = build([weight])
-    with pytest.raises(TypeError, match=r"divided among ranks; set it with load_state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"sharded across ranks; set it with load_state_dict\(\)"):
         optimizer.state[weight] = {}

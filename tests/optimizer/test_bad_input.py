@@ -8,27 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bad import SECONDS, SGD, Adam, build, p, sparse
 from ranks import raises_on_every_rank, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-from shardstep import ZeroRedundancyOptimizer
-
-#: Enough for ranks to start on a busy machine; a hang is reported long before pytest's timeout.
-SECONDS = 20.0
-
-SGD, Adam = torch.optim.SGD, torch.optim.Adam
-
-
-def p(*shape: int, dtype: torch.dtype = torch.float32, trainable: bool = True) -> torch.Tensor:
-    return torch.nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=trainable)
-
-
-def build(params: Any, optimizer_class: Any = SGD, **options: Any) -> ZeroRedundancyOptimizer:
-    if optimizer_class is SGD:
-        options.setdefault("lr", 0.1)
-    return ZeroRedundancyOptimizer(params, optimizer_class, **options)
 
 
 def around(module: torch.nn.Module) -> dict[str, Any]:
@@ -198,10 +182,6 @@ def wrapper() -> torch.Tensor:
     return torch.nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))
 
 
-def sparse() -> torch.Tensor:
-    return torch.eye(3).to_sparse().requires_grad_()
-
-
 Bad = dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]]
 
 #: Bad parameters and options, the error, and what its message names.
@@ -305,7 +285,7 @@ BAD: Bad = {
     "an unknown layout": (
         lambda: {"params": [p(4)], "layout": "slices"},
         ValueError,
-        "layout has to be 'auto', 'sliced' or 'whole', not 'slices'",
+        "layout must be 'auto', 'sliced' or 'whole', not 'slices'",
     ),
     "buckets of no bytes": (
         lambda: {"params": [p(4)], "bucket_bytes": 0},

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mixtures import MASTERS, from_rank_0, net, steps
 from problems import copies, differing
 from ranks import run_ranks
 from torch import nn, optim
@@ -16,37 +17,11 @@ from traffic import counted
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
 
-MASTERS = MixedPrecision()
-
-
-def net(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(30, 70), nn.Linear(70, 8), nn.LayerNorm(8)).to(dtype)
-
 
 def adamw(model: nn.Module) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(
         model.named_parameters(), optim.AdamW, lr=1e-3, precision=MASTERS, bucket_bytes=1
     )
-
-
-def steps(model: nn.Module, opt: Any, numbers: range) -> None:
-    for step in numbers:
-        generator = torch.Generator().manual_seed(step)
-        for param in model.parameters():
-            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-            param.grad = grad if param.requires_grad else None
-        opt.step()
-        opt.zero_grad()
-
-
-def from_rank_0(opt: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """The whole state dict, on every rank."""
-    opt.consolidate_state_dict()
-    said = [opt.state_dict() if opt.rank == 0 else None]
-    dist.broadcast_object_list(said)
-    assert said[0] is not None
-    return said[0]
 
 
 def unfreeze_after_loading(root: Path, way: str) -> list[Any]:
@@ -148,10 +123,9 @@ def test_a_report_counts_masters_and_what_travels_in_another_dtype(
     reduce_dtype: torch.dtype | None, frozen: bool
 ) -> None:
     for report in run_ranks(reported, 2, reduce_dtype, frozen):
-        said, counted = report["sent"]
-        assert said[1] == counted[1]
-        # Which parameters had a gradient travels along.
-        assert said[0] <= counted[0] <= said[0] + 512
+        (reduced, gathered), sent = report["sent"]
+        # Which parameters had a gradient is gathered too, a byte for each.
+        assert sent == [reduced, gathered + 6 - frozen]
         assert report["masters"][0] == report["masters"][1] > 0
         assert "masters" in report["text"]
 
