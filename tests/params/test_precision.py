@@ -656,7 +656,7 @@ def _bytes_per_element(policy: MixedPrecision | None, layout: str) -> dict[str, 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_memory_is_2_bytes_and_12_and_4_divided_by_the_ranks(world_size: int) -> None:
     for layout in LAYOUTS:
-        outcomes = run_ranks(_bytes_per_element, world_size, None, layout)
+        outcomes = run_ranks(_bytes_per_element, world_size, None, layout, fresh=True)
         share = 1.02 if layout == "sliced" else 1.10  # whole parameters are dealt as well as can be
         for found in outcomes:
             assert found["parameters"] == 2
@@ -692,13 +692,13 @@ def _drop_in_bytes() -> dict[str, float]:
 
 
 def test_a_drop_in_holds_masters_and_moments_and_gradients_during_the_step_only() -> None:
-    for found in run_ranks(_drop_in_bytes, 2):
+    for found in run_ranks(_drop_in_bytes, 2, fresh=True):
         assert found["copies of gradients"] <= 4 / 2 * 1.02
         assert found["resting"] <= 12 / 2 * 1.02 + 0.1
 
 
 def test_stochastic_rounding_keeps_nothing_but_moments() -> None:
-    for found in run_ranks(_bytes_per_element, 2, AT_RANDOM, "sliced"):
+    for found in run_ranks(_bytes_per_element, 2, AT_RANDOM, "sliced", fresh=True):
         assert found["masters"] == 0
         assert found["moments"] <= 8 / 2 * 1.02
         assert found["resting"] <= 2 + 12 / 2 * 1.02 + found["pool"] + 0.1
