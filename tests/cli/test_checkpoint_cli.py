@@ -218,6 +218,7 @@ def test_damage_is_noticed_unless_it_is_not_looked_for(path: Path, tmp_path: Pat
     flip(path / "optimizer.safetensors")
     assert "optimizer.safetensors" in fails("export", path, tmp_path / "out")
     assert "optimizer.safetensors" in fails("reshard", path, tmp_path / "out", "--ranks", 2)
+    assert os.listdir(tmp_path) == [path.name], "damage was not given a new digest"
     succeeds("reshard", path, tmp_path / "out", "--ranks", 2, "--no-verify")
 
 

@@ -133,7 +133,7 @@ def test_groups_of_the_default_class_share_one_optimizer() -> None:
     group = {"params": [params[0]], "optimizer_class": _winged, "lr": 1}
     with pytest.raises(TypeError, match="wings"):
         MultiClass([group], optim.SGD)
-    with pytest.raises(ValueError, match="has to be an optimizer class, not 'Muon'"):
+    with pytest.raises(ValueError, match="must be an optimizer class, not 'Muon'"):
         MultiClass([{"params": [params[0]], "optimizer_class": "Muon"}], optim.SGD)
 
 

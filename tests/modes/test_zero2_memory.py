@@ -82,7 +82,7 @@ def _measure(layout: str, overlap: bool, hold_back: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_take_their_share_and_a_pool_of_buckets(world_size: int) -> None:
-    for outcomes in run_ranks(_measure_all, world_size):
+    for outcomes in run_ranks(_measure_all, world_size, fresh=True):
         for layout, found in outcomes:
             assert found["num_buckets"] >= 3 * POOL  # or a pool would be all there is
             assert found["divided"] == found["num_params"]
@@ -178,4 +178,4 @@ def _growth() -> list[str]:
 
 
 def test_memory_does_not_grow_with_the_number_of_steps() -> None:
-    assert run_ranks(_growth, 2) == [[], []]
+    assert run_ranks(_growth, 2, fresh=True) == [[], []]

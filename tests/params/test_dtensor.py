@@ -6,6 +6,7 @@ does to an element it does on the rank that holds it, in the same order: no bit 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ BUCKET_BYTES = 256
 """Small, so that there are several buckets and cuts within parameters."""
 
 STEPS = range(6)
+LATER = range(6, 12)
 
 
 def make_mesh(dp: int, tp: int) -> DeviceMesh:
@@ -137,6 +139,20 @@ def give_gradients(params: list[nn.Parameter], mesh: DeviceMesh, step: int) -> N
         param.grad = None if (index + step) % 5 == 0 else full.to(param.dtype)
 
 
+def step_both(
+    mesh: DeviceMesh,
+    expected: tuple[list[nn.Parameter], Any],
+    got: tuple[list[nn.Parameter], Any],
+    steps: range = STEPS,
+) -> list[int]:
+    """Give both the same gradients and step; the parameters that differ then."""
+    for step in steps:
+        for params, opt in (expected, got):
+            give_gradients(params, mesh, step)
+            opt.step()
+    return differing(parts(expected[0]), parts(got[0]))
+
+
 def settle_gradients(params: list[Tensor]) -> None:
     """Take the sums that are still to be taken.
 
@@ -183,26 +199,23 @@ def sharded(params: Any, mesh: DeviceMesh, case: Case, **kwargs: Any) -> ZeroRed
 def _trained_like_unsharded(dp: int, tp: int) -> list[str]:
     mesh = make_mesh(dp, tp)
     failures = []
-    for case in CASES:
-        for views in (False, True):
-            models = [make_model(mesh), make_model(mesh)]
-            opts: list[Any] = [
-                Unsharded(models[0].parameters(), case),
-                sharded(models[1].parameters(), mesh, case, parameters_as_bucket_view=views),
-            ]
-            start = parts(models[0].parameters())
-            for step in STEPS:
-                for model, opt in zip(models, opts, strict=True):
-                    backward(model, mesh, step)
-                    opt.step()
-                    opt.zero_grad()
-            expected, got = (parts(model.parameters()) for model in models)
-            if len(differing(start, expected)) < len(start):
-                failures.append(f"{case}: the unsharded optimizer left something as it was")
-            if wrong := differing(expected, got):
-                failures.append(f"{case}, views {views}: parameters {wrong}")
-            if not isinstance(models[1].up.weight, DTensor):
-                failures.append("nothing was tensor-parallel")
+    for case, views in itertools.product(CASES, (False, True)):
+        models = [make_model(mesh), make_model(mesh)]
+        assert isinstance(models[1].up.weight, DTensor)
+        opts: list[Any] = [
+            Unsharded(models[0].parameters(), case),
+            sharded(models[1].parameters(), mesh, case, parameters_as_bucket_view=views),
+        ]
+        start = parts(models[0].parameters())
+        for step in STEPS:
+            for model, opt in zip(models, opts, strict=True):
+                backward(model, mesh, step)
+                opt.step()
+                opt.zero_grad()
+        expected, got = (parts(model.parameters()) for model in models)
+        assert len(differing(start, expected)) == len(start), "something was left as it was"
+        if wrong := differing(expected, got):
+            failures.append(f"{case}, views {views}: parameters {wrong}")
     return failures
 
 
@@ -212,36 +225,9 @@ def test_a_tensor_parallel_model_trains_as_with_the_unsharded_optimizer(dp: int,
     assert run_ranks(_trained_like_unsharded, dp * tp, dp, tp) == [[]] * (dp * tp)
 
 
-def _made_gradients(dp: int, tp: int) -> list[str]:
-    mesh = make_mesh(dp, tp)
-    failures = []
-    for case in CASES:
-        for views in (False, True):
-            expected, got = made_params(mesh), made_params(mesh)
-            plain = Unsharded(expected, case)
-            opt = sharded(got, mesh, case, parameters_as_bucket_view=views)
-            for step in STEPS:
-                give_gradients(expected, mesh, step)
-                give_gradients(got, mesh, step)
-                plain.step()
-                opt.step()
-            if wrong := differing(parts(expected), parts(got)):
-                failures.append(f"{case}, views {views}: parameters {wrong}")
-            for index, param in enumerate(got):
-                state = {k: local(value) for k, value in plain.state(expected[index]).items()}
-                if wrong := difference(state, opt.full_state(param)):
-                    failures.append(f"{case}, views {views}: state of {index} {wrong}")
-    return failures
-
-
-@pytest.mark.parametrize(("dp", "tp"), MESHES)
-def test_uneven_and_empty_parts_and_missing_gradients(dp: int, tp: int) -> None:
-    assert run_ranks(_made_gradients, dp * tp, dp, tp) == [[]] * (dp * tp)
-
-
-def _masters(dp: int, tp: int) -> list[str]:
+def _masters() -> list[int]:
     """16-bit DTensors with masters: as an unsharded optimizer on fp32 DTensors that is rounded."""
-    mesh = make_mesh(dp, tp)
+    mesh = make_mesh(2, 2)
     case = CASES[0]
     got = made_params(mesh, torch.bfloat16)
     wide = [nn.Parameter(param.detach().float()) for param in got]
@@ -253,20 +239,17 @@ def _masters(dp: int, tp: int) -> list[str]:
             param.grad = None if narrow.grad is None else narrow.grad.float()
         plain.step()
         opt.step()
-    failures = [f"rounded: {i}" for i in differing([p.bfloat16() for p in parts(wide)], parts(got))]
-    for index, param in enumerate(got):
-        master = opt.full_master(param)
-        if master is None or differing(parts([wide[index]]), [master]):
-            failures.append(f"master of {index}")
-    return failures
+    masters: list[Any] = [opt.full_master(param) for param in got]
+    rounded = [part.bfloat16() for part in parts(wide)]
+    return [*differing(rounded, parts(got)), *differing(parts(wide), masters)]
 
 
 def test_16_bit_dtensors_have_masters_of_their_local_parts() -> None:
-    assert run_ranks(_masters, 4, 2, 2) == [[]] * 4
+    assert run_ranks(_masters, 4) == [[]] * 4
 
 
-def _clipped(dp: int, tp: int) -> list[str]:
-    mesh = make_mesh(dp, tp)
+def _clipped() -> list[str]:
+    mesh = make_mesh(2, 2)
     failures = []
     for plain in (True, False):
         for norm_type in (2.0, 1.0, float("inf")):
@@ -309,29 +292,22 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def test_clipping_counts_every_part_once() -> None:
-    assert run_ranks(_clipped, 4, 2, 2) == [[]] * 4
+    assert run_ranks(_clipped, 4) == [[]] * 4
 
 
-def _seen_by_autograd() -> list[str]:
-    """As after any optimizer's step, a graph of the old values cannot be used any more."""
+def _backward_through_old_values() -> None:
     mesh = make_mesh(2, 1)
     params = made_params(mesh)
     opt = sharded(params, mesh, CASES[0])
-    failures = []
     out = (params[0] * params[0]).sum()
     give_gradients(params, mesh, 1)
     opt.step()
-    try:
-        out.backward()
-        failures.append("a backward pass through old values went unnoticed")
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            failures.append(str(error))
-    return failures
+    out.backward()
 
 
 def test_autograd_sees_that_a_step_changed_a_dtensor() -> None:
-    assert run_ranks(_seen_by_autograd, 2) == [[]] * 2
+    match = "modified by an inplace operation"
+    raises_on_every_rank(_backward_through_old_values, 2, RuntimeError, match=match)
 
 
 def _moved_and_frozen() -> list[str]:
@@ -374,42 +350,37 @@ def test_dtensors_may_be_frozen_unfrozen_and_converted() -> None:
 
 
 def _saved_and_loaded(dp: int, tp: int) -> list[str]:
-    """Consolidated, loaded into another optimizer at the same place, and trained on."""
+    """Trained, consolidated, loaded into another optimizer at the same place, and trained on."""
     mesh = make_mesh(dp, tp)
     failures = []
-    for case in CASES:
+    for case, views in itertools.product(CASES, (False, True)):
         expected, got = made_params(mesh), made_params(mesh)
         plain = Unsharded(expected, case)
-        opt = sharded(got, mesh, case)
-        for step in STEPS:
-            give_gradients(expected, mesh, step)
-            give_gradients(got, mesh, step)
-            plain.step()
-            opt.step()
+        opt = sharded(got, mesh, case, parameters_as_bucket_view=views)
+        if wrong := step_both(mesh, (expected, plain), (got, opt)):
+            failures.append(f"{case}, views {views}: parameters {wrong}")
         for to in range(dp):
             opt.consolidate_state_dict(to=to)
-        saved = opt.state_dict() if mesh["dp"].get_local_rank() == dp - 1 else None
-        box = [saved]
-        dist.broadcast_object_list(box, group=mesh["dp"].get_group(), group_src=dp - 1)
-        assert box[0] is not None
+        saved: list[Any] = [opt.state_dict() if mesh["dp"].get_local_rank() == dp - 1 else None]
+        dist.broadcast_object_list(saved, group=mesh["dp"].get_group(), group_src=dp - 1)
         for index, param in enumerate(expected):
             want = {key: local(value) for key, value in plain.state(param).items()}
-            if wrong := difference(want, box[0]["state"][index]):
-                failures.append(f"{case}: consolidated state of {index} {wrong}")
-        resumed = sharded(got, mesh, case, layout="auto", parameters_as_bucket_view=True)
-        resumed.load_state_dict(box[0])
-        for step in range(len(STEPS), 2 * len(STEPS)):
-            give_gradients(expected, mesh, step)
-            give_gradients(got, mesh, step)
-            plain.step()
-            resumed.step()
-        if wrong := differing(parts(expected), parts(got)):
-            failures.append(f"{case}: parameters {wrong} after loading")
+            failures += [
+                f"{case}, views {views}: state of {index}"
+                for found in (opt.full_state(got[index]), saved[0]["state"][index])
+                if difference(want, found)
+            ]
+        resumed = sharded(got, mesh, case, layout="auto", parameters_as_bucket_view=not views)
+        resumed.load_state_dict(saved[0])
+        if wrong := step_both(mesh, (expected, plain), (got, resumed), LATER):
+            failures.append(f"{case}, views {views}: parameters {wrong} after loading")
     return failures
 
 
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
-def test_state_is_that_of_the_local_part_and_loads_at_the_same_place(dp: int, tp: int) -> None:
+def test_parameters_and_state_are_those_of_the_unsharded_part_and_load_at_the_same_place(
+    dp: int, tp: int
+) -> None:
     assert run_ranks(_saved_and_loaded, dp * tp, dp, tp) == [[]] * (dp * tp)
 
 
@@ -426,12 +397,7 @@ def _torch_state_loads() -> list[int]:
             local(param).copy_(local(other))
     opt = sharded(got, mesh, Case(optim.AdamW, {"lr": 0.01}))
     opt.load_state_dict(plain.state_dict())
-    for step in range(len(STEPS), 2 * len(STEPS)):
-        give_gradients(expected, mesh, step)
-        give_gradients(got, mesh, step)
-        plain.step()
-        opt.step()
-    return differing(parts(expected), parts(got))
+    return step_both(mesh, (expected, plain), (got, opt), LATER)
 
 
 def test_the_unsharded_optimizers_state_dict_loads_on_its_own_rank() -> None:
@@ -488,72 +454,35 @@ def _build(dp: int, tp: int, placement: str, optimizer_class: Any, options: dict
     ZeroRedundancyOptimizer(params, optimizer_class, process_group=group, **options)
 
 
+PART = "'fc.weight' .*Shard.* one of 2 parts.*'whole' RowNorms"
+AT_RANDOM = MixedPrecision(master_dtype=None, stochastic_rounding=True)
+
+#: Mesh, placement, class, options, error and message.
 REFUSED: dict[str, tuple[tuple[int, int], str, Any, dict[str, Any], type[Exception], str]] = {
-    "a class that looks at whole tensors": (
-        (2, 2),
-        "shard",
-        RowNorms,
-        {},
-        ValueError,
-        "'fc.weight' .*Shard.* one of 2 parts.*'whole' RowNorms",
-    ),
-    "such a class on one data-parallel rank": (
-        (1, 2),
-        "shard",
-        RowNorms,
-        {},
-        ValueError,
-        "'fc.weight' .*Shard.* one of 2 parts.*'whole' RowNorms",
-    ),
+    "a class that looks at whole tensors": ((2, 2), "shard", RowNorms, {}, ValueError, PART),
+    "such a class on one data-parallel rank": ((1, 2), "shard", RowNorms, {}, ValueError, PART),
     "slices for such a class": (
-        (1, 2),
-        "shard",
-        RowNorms,
-        {"layout": "sliced"},
-        ValueError,
-        "would change the numbers of RowNorms",
+        *((1, 2), "shard", RowNorms, {"layout": "sliced"}),
+        *(ValueError, "would change the numbers of RowNorms"),
     ),
-    "a class that couples tensors": (
-        (1, 2),
-        "shard",
-        optim.LBFGS,
-        {},
-        ValueError,
-        "LBFGS",
-    ),
+    "a class that couples tensors": ((1, 2), "shard", optim.LBFGS, {}, ValueError, "LBFGS"),
     "layout whole": (
-        (2, 2),
-        "shard",
-        optim.AdamW,
-        {"layout": "whole"},
-        ValueError,
-        "'fc.weight' .*layout 'whole' AdamW",
+        *((2, 2), "shard", optim.AdamW, {"layout": "whole"}),
+        *(ValueError, "'fc.weight' .*layout 'whole' AdamW"),
     ),
     "terms of a sum": ((2, 2), "partial", optim.AdamW, {}, ValueError, "'fc.weight' .*Partial"),
     "module": ((2, 2), "shard", optim.AdamW, {"module": True}, TypeError, "'weight' .*module="),
     "DDP": (
-        (2, 1),
-        "replicate",
-        optim.AdamW,
-        {"overlap_with_ddp": True},
-        TypeError,
-        "'fc.weight' .*overlap_with_ddp=True",
+        *((2, 1), "replicate", optim.AdamW, {"overlap_with_ddp": True}),
+        *(TypeError, "'fc.weight' .*overlap_with_ddp=True"),
     ),
     "stochastic rounding": (
-        (2, 2),
-        "shard",
-        optim.AdamW,
-        {"precision": MixedPrecision(master_dtype=None, stochastic_rounding=True)},
-        TypeError,
-        "'fc.weight' .*stochastic_rounding",
+        *((2, 2), "shard", optim.AdamW, {"precision": AT_RANDOM}),
+        *(TypeError, "'fc.weight' .*stochastic_rounding"),
     ),
     "a group of ranks with different parts": (
-        (2, 2),
-        "shard",
-        optim.AdamW,
-        {"everybody": True},
-        ValueError,
-        "part 0 of 2 by .*'fc.weight' of shape .*same part.*part 1 of 2",
+        *((2, 2), "shard", optim.AdamW, {"everybody": True}),
+        *(ValueError, "part 0 of 2 by .*'fc.weight' of shape .*same part.*part 1 of 2"),
     ),
 }
 
@@ -565,13 +494,6 @@ def test_what_cannot_be_right_is_refused_on_every_rank(name: str) -> None:
     raises_on_every_rank(_build, dp * tp, error, *args, match=match)
 
 
-@pytest.mark.parametrize(("dp", "tp", "placement"), [(2, 2, "replicate"), (2, 1, "shard")])
-def test_a_class_that_looks_at_whole_tensors_may_have_them(
-    dp: int, tp: int, placement: str
-) -> None:
-    run_ranks(_build, dp * tp, dp, tp, placement, RowNorms, {})
-
-
 class Signs(RowNorms):
     """Element-wise, which has to be found out."""
 
@@ -579,9 +501,15 @@ class Signs(RowNorms):
         return grad.sign()
 
 
-@pytest.mark.parametrize(("dp", "tp"), MESHES)
-def test_a_class_that_proves_element_wise_may_have_parts(dp: int, tp: int) -> None:
-    run_ranks(_build, dp * tp, dp, tp, "shard", Signs, {})
+@pytest.mark.parametrize(
+    ("dp", "tp", "placement", "optimizer_class"),
+    [(2, 2, "replicate", RowNorms), (2, 1, "shard", RowNorms)]
+    + [(*mesh, "shard", Signs) for mesh in MESHES],
+)
+def test_element_wise_classes_may_have_parts_and_others_what_is_whole(
+    dp: int, tp: int, placement: str, optimizer_class: Any
+) -> None:
+    run_ranks(_build, dp * tp, dp, tp, placement, optimizer_class, {})
 
 
 def _checkpointed(how: str, path: str) -> None:
@@ -605,15 +533,12 @@ def _checkpointed(how: str, path: str) -> None:
     acts[how]()
 
 
-@pytest.mark.parametrize("how", ["save", "async", "save model", "load", "stateful", "join"])
+ACTS = ["save", "async", "save model", "load", "stateful", "join", "dcp", "dcp load"]
+
+
+@pytest.mark.parametrize("how", ACTS)
 def test_what_knows_nothing_of_parts_refuses_dtensors(how: str, tmp_path: Path) -> None:
+    # DCP reports what ranks raise in an error of its own.
+    errors = (TypeError, dcp.api.CheckpointException) if how.startswith("dcp") else TypeError
     match = "parameter '.*' is a DTensor: "
-    raises_on_every_rank(_checkpointed, 4, TypeError, how, str(tmp_path), match=match)
-
-
-@pytest.mark.parametrize("how", ["dcp", "dcp load"])
-def test_dcp_refuses_dtensors(how: str, tmp_path: Path) -> None:
-    # It reports what ranks raise in an error of its own.
-    match = "parameter 'p0' is a DTensor: "
-    errors = (TypeError, dcp.api.CheckpointException)
     raises_on_every_rank(_checkpointed, 4, errors, how, str(tmp_path), match=match)

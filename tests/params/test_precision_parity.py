@@ -7,7 +7,8 @@ norm is involved it is the largest element, which is the same in whatever order 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from problems import (
     differing,
     make_groups,
     make_params,
-    set_gradients,
     train,
 )
 from ranks import run_ranks
@@ -65,28 +65,58 @@ class _WithGradients:
 
     def __init__(self, naive: NaiveMasters) -> None:
         self._naive = naive
+        self.add_param_group = naive.add_param_group
 
     def step(self) -> None:
         self._naive.take_gradients()
         self._naive.step()
 
 
+def _trained(opt: Any, params: list[nn.Parameter], added: list[nn.Parameter]) -> list[Tensor]:
+    """Train, add a group halfway, and train on."""
+    train(opt, params, STEPS[:6])
+    opt.add_param_group({"params": added, "lr": 0.02})
+    return train(opt, [*params, *added], STEPS[6:])
+
+
+def _channels_last() -> list[nn.Parameter]:
+    params = make_params([(16, 9, 3, 3), (24, 16, 5, 5), (24,)], dtypes=(BF16,), frozen=())
+    for param in params[:2]:
+        param.data = param.data.to(memory_format=torch.channels_last)
+    return params
+
+
+def _matrices() -> list[nn.Parameter]:
+    shapes = [(17, 31), (40, 8), (5, 5), (1, 7), (64, 33)]
+    return make_params(shapes, dtypes=(BF16,), frozen=(2,))
+
+
 def _drop_in() -> list[str]:
+    problems: list[tuple[Case, Callable[[], list[nn.Parameter]], str]] = [
+        (case, partial(make_params, dtypes=dtypes), layout)
+        for case, dtypes, layout in itertools.product(CASES, MIXES, LAYOUTS)
+        if not (case.options.get("fused") and torch.complex64 in dtypes)
+    ]
+    problems += [(CASES[0], _channels_last, layout) for layout in LAYOUTS]
+    # Classes that look at a whole tensor look at a whole master.
+    problems += [(Case(optim.Adafactor), _matrices, "auto"), (Case(optim.Muon), _matrices, "auto")]
     failures = []
     turns = itertools.cycle((False, True))
-    for case, dtypes, layout in itertools.product(CASES, MIXES, LAYOUTS):
-        if case.options.get("fused") and torch.complex64 in dtypes:
-            continue
-        params = make_params(dtypes=dtypes)
-        expected = train(_WithGradients(_masters(case, params)), params, STEPS)
-        params = make_params(dtypes=dtypes)
-        in_16_bits = train(case.optimizer_class(params, **case.fresh_options()), params, STEPS)
-        if not differing(expected, in_16_bits):
+    for case, make, layout in problems:
+
+        def run(build: Callable[[list[nn.Parameter]], Any], make: Any = make) -> list[Tensor]:
+            params = make()
+            added = params[-2:] if len(params) > 3 else params[-1:]
+            return _trained(build(params[: -len(added)]), params[: -len(added)], added)
+
+        expected = run(lambda params, case=case: _WithGradients(_masters(case, params)))
+        narrow = run(lambda params, case=case: case.optimizer_class(params, **case.fresh_options()))
+        if not differing(expected, narrow):
             failures.append(f"{case}: masters make no difference")
-        params = make_params(dtypes=dtypes)
-        opt = _sharded(case, params, layout=layout, parameters_as_bucket_view=next(turns))
-        if wrong := differing(expected, train(opt, params, STEPS)):
-            failures.append(f"{case}, {dtypes}, {layout}: parameters {wrong}")
+        options = {"layout": layout, "parameters_as_bucket_view": next(turns)}
+        got = run(lambda params, case=case, o=options: _sharded(case, params, **o))
+        if wrong := differing(expected, got):
+            failures.append(f"{case}, {make}, {options}: parameters {wrong}")
     return failures
 
 
@@ -97,45 +127,6 @@ def test_a_drop_in_with_masters_has_their_numbers(world_size: int) -> None:
 
 def test_without_a_process_group_too() -> None:
     assert _drop_in() == []
-
-
-def _whole_tensors() -> list[str]:
-    """Classes that look at a whole tensor look at a whole master."""
-    failures = []
-    for case in (Case(optim.Adafactor), Case(optim.Muon)):
-        shapes = [(17, 31), (40, 8), (5, 5), (1, 7), (64, 33)]
-        params = make_params(shapes, dtypes=(BF16,), frozen=(2,))
-        expected = train(_WithGradients(_masters(case, params)), params, STEPS)
-        params = make_params(shapes, dtypes=(BF16,), frozen=(2,))
-        if wrong := differing(expected, train(_sharded(case, params), params, STEPS)):
-            failures.append(f"{case}: {wrong}")
-    return failures
-
-
-def test_whole_tensor_classes_step_on_whole_masters() -> None:
-    assert run_ranks(_whole_tensors, 2) == [[], []]
-
-
-def _channels_last() -> list[str]:
-    def params() -> list[nn.Parameter]:
-        made = make_params([(16, 9, 3, 3), (24, 16, 5, 5), (24,)], dtypes=(BF16,), frozen=())
-        for param in made[:2]:
-            param.data = param.data.to(memory_format=torch.channels_last)
-        return made
-
-    failures = []
-    case = Case(optim.AdamW)
-    for layout in LAYOUTS:
-        given = params()
-        expected = train(_WithGradients(_masters(case, given)), given, STEPS)
-        given = params()
-        if wrong := differing(expected, train(_sharded(case, given, layout=layout), given, STEPS)):
-            failures.append(f"{layout}: {wrong}")
-    return failures
-
-
-def test_channels_last_parameters_have_masters_in_their_order() -> None:
-    assert run_ranks(_channels_last, 2) == [[], []]
 
 
 # ------------------------------------------------------------------------------------- module=
@@ -292,11 +283,26 @@ def _without_sync(setup: Any, problem: Problem) -> list[Tensor]:
     return []
 
 
+def _freezing(setup: Any, problem: Problem) -> list[Tensor]:
+    """Layers are frozen and unfrozen; what they had is there when they come back."""
+    layers: Any = setup.module.layers
+    for step in range(9):
+        if step == 3:
+            layers[1].requires_grad_(False)
+            layers[3].requires_grad_(False)
+        if step == 6:
+            layers[1].requires_grad_(True)
+        setup.backward(problem, step)
+        setup.finish()
+    return []
+
+
 LOOPS: dict[str, Loop] = {
     "plain": _plain,
     "clipped": _clipped,
     "rounds": _rounds,
     "no_sync": _without_sync,
+    "freezing": _freezing,
 }
 POLICIES = {
     "default": MixedPrecision(),
@@ -329,21 +335,23 @@ def _compare(names: list[str], loops: list[str], policies: list[str]) -> list[st
 def test_zero2_with_masters_has_their_numbers(world_size: int) -> None:
     names, loops = list(PROBLEMS), ["plain", "clipped", "rounds"]
     assert run_ranks(_compare, world_size, names, loops, ["default"]) == [[]] * world_size
+    assert run_ranks(_compare, world_size, ["mlp"], ["freezing"], ["default"]) == [[]] * world_size
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_that_are_held_back_add_up_in_fp32(world_size: int) -> None:
-    outcome = run_ranks(_compare, world_size, ["mlp", "gpt"], ["no_sync"], list(POLICIES))
-    assert outcome == [[]] * world_size
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_travel_in_the_dtype_that_is_asked_for(world_size: int) -> None:
-    wires = ["fp32 wire", "bf16 wire"]
-    outcome = run_ranks(_compare, world_size, ["mlp", "mixed"], ["plain", "rounds"], wires)
-    assert outcome == [[]] * world_size
+@pytest.mark.parametrize(
+    ("names", "loops", "policies"),
+    [
+        (["mlp", "gpt"], ["no_sync"], list(POLICIES)),
+        (["mlp", "mixed"], ["plain", "rounds"], ["fp32 wire", "bf16 wire"]),
+    ],
+    ids=["held back", "wires"],
+)
+def test_gradients_add_up_in_fp32_and_travel_in_the_dtype_that_is_asked_for(
+    world_size: int, names: list[str], loops: list[str], policies: list[str]
+) -> None:
+    assert run_ranks(_compare, world_size, names, loops, policies) == [[]] * world_size
 
 
 def _wire_bytes() -> dict[str, tuple[int, int]]:
@@ -410,37 +418,7 @@ def test_one_rank_alone_has_the_same_numbers() -> None:
     assert run_ranks(_alone, 1) == [[]]
 
 
-# --------------------------------------------------------------------- groups that change, scaling
-
-
-def _freezing(setup: Any, problem: Problem) -> list[Tensor]:
-    """Layers are frozen and unfrozen; what they had is there when they come back."""
-    layers: Any = setup.module.layers
-    for step in range(9):
-        if step == 3:
-            layers[1].requires_grad_(False)
-            layers[3].requires_grad_(False)
-        if step == 6:
-            layers[1].requires_grad_(True)
-        setup.backward(problem, step)
-        setup.finish()
-    return []
-
-
-def _frozen_and_unfrozen() -> list[str]:
-    failures = []
-    problem = PROBLEMS["mlp"]
-    expected = _seen(_Naive(problem.fresh(), MixedPrecision()), problem, _freezing)
-    for layout in LAYOUTS:
-        zero = _Zero(problem.fresh(), None, layout=layout)
-        if wrong := differing(expected, _seen(zero, problem, _freezing)):
-            failures.append(f"{layout}: {wrong}")
-    return failures
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_masters_move_when_parameters_are_frozen_and_unfrozen(world_size: int) -> None:
-    assert run_ranks(_frozen_and_unfrozen, world_size) == [[]] * world_size
+# ------------------------------------------------------------------------------- frozen, scaled
 
 
 def _frozen_from_the_start() -> int:
@@ -454,41 +432,6 @@ def _frozen_from_the_start() -> int:
 def test_what_never_trained_has_no_master() -> None:
     trained = sum(param.numel() for param in MLP().layers[-1].parameters())
     assert sum(run_ranks(_frozen_from_the_start, 2)) == trained
-
-
-def _growing() -> list[str]:
-    """A group is added in mid-training, with a drop-in."""
-    failures = []
-    case = Case(optim.AdamW)
-
-    def run(make: Callable[[list[nn.Parameter]], Any]) -> list[Tensor]:
-        params = make_params(dtypes=(BF16,))
-        first, second = params[:6], params[6:]
-        opt = make(first)
-        for step in range(5):
-            set_gradients(params, step)
-            opt.step()
-        opt.add_param_group({"params": second, "lr": 0.02})
-        for step in range(5, 10):
-            set_gradients(params, step)
-            opt.step()
-        return copies(params)
-
-    class Growing(_WithGradients):
-        def add_param_group(self, group: Any) -> None:
-            self._naive.add_param_group(group)
-
-    expected = run(lambda params: Growing(_masters(case, params)))
-    for layout in LAYOUTS:
-        got = run(lambda params, layout=layout: _sharded(case, params, layout=layout))
-        if wrong := differing(expected, got):
-            failures.append(f"{layout}: {wrong}")
-    return failures
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_masters_move_when_a_group_is_added(world_size: int) -> None:
-    assert run_ranks(_growing, world_size) == [[]] * world_size
 
 
 def _scaled(layout: str) -> list[str]:
@@ -541,7 +484,8 @@ def test_a_grad_scaler_unscales_fp16_gradients_in_fp32(layout: str) -> None:
 # --------------------------------------------------------------------------------- DDP's hooks
 
 
-def _hooked() -> Iterator[str]:
+def _hooked() -> list[str]:
+    failures = []
     for name, layout in itertools.product(("mlp", "gpt", "mixed"), LAYOUTS):
         problem = PROBLEMS[name]
         # DDP reduces in 16 bits; where the hooks take its results, so does the oracle.
@@ -569,36 +513,10 @@ def _hooked() -> Iterator[str]:
                 problem.loss(zero.model, step).backward()
                 zero.finish()
             if wrong := differing(copies(expected.parameters()), zero.params):
-                yield f"{name}, {layout}, {way}: {wrong}"
-
-
-def _all_hooked() -> list[str]:
-    return list(_hooked())
+                failures.append(f"{name}, {layout}, {way}: {wrong}")
+    return failures
 
 
 @pytest.mark.slow
 def test_the_ddp_hooks_step_on_masters() -> None:
-    assert run_ranks(_all_hooked, 2) == [[], []]
-
-
-# ------------------------------------------------------------------------------- nothing changes
-
-
-def _as_before() -> list[str]:
-    """fp32 parameters under the default policy, and 16-bit ones without masters."""
-    failures = []
-    case = Case(optim.AdamW)
-    for dtypes, policy in (((FP32,), MixedPrecision()), ((BF16,), MixedPrecision(None))):
-        params = make_params(dtypes=dtypes)
-        expected = train(
-            case.optimizer_class(make_groups(params, case.optimizer_class)), params, STEPS
-        )
-        params = make_params(dtypes=dtypes)
-        opt = _sharded(case, params, precision=policy)
-        if differing(expected, train(opt, params, STEPS)) or opt._masters():
-            failures.append(f"{dtypes}, {policy}")
-    return failures
-
-
-def test_parameters_that_need_no_master_are_stepped_on_as_before() -> None:
-    assert run_ranks(_as_before, 2) == [[], []]
+    assert run_ranks(_hooked, 2) == [[], []]

@@ -5,10 +5,10 @@ A class may declare the layout that it needs: `shardstep_layout = "whole"` or `"
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -21,29 +21,23 @@ from shardstep.layouts.known_classes import (
 )
 from shardstep.layouts.probe import Kind, Verdict, probe
 from shardstep.layouts.recipe import OptimizerRecipe
-from shardstep.local.multi_class import CLASS_KEY, full_name, split_options
+from shardstep.local.multi_class import (
+    CLASS_KEY,
+    check_class_of_group,
+    full_name,
+    group_options,
+    split_options,
+)
 from shardstep.params.dtensor import num_parts, refuse_part
 from shardstep.plan import Layout, ParamSpec
 from shardstep.precision import UNCHANGED, MixedPrecision
 
-CACHE_SIZE = 256
-
-_cache: OrderedDict[Any, Any] = OrderedDict()
-
 Groups = Sequence[Mapping[str, Any]]
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A layout and its reason.
-
-    Attributes:
-        layout: the layout.
-        why: the reason, in words.
-        verdict: the result of the probe, if there was one.
-    """
+    """A layout, its reason, and the verdict of the probe if there was one."""
 
     layout: Layout
     why: str
@@ -60,10 +54,7 @@ class Layouts:
         layout: the user's argument, `"auto"` included.
         recipe: the class of the groups that name none, and its options.
         world_size: number of ranks.
-        precision: the policy in force. The dtype that the optimizer steps on matters.
-
-    Attributes:
-        choices: the choice for each group.
+        precision: the policy in force, which decides the dtypes that the class steps on.
     """
 
     def __init__(
@@ -81,8 +72,7 @@ class Layouts:
         """Return the parameters with their layouts and costs.
 
         Raises:
-            ValueError: if a class cannot be sharded, or not in the layout that the user asked for,
-                or needs whole tensors where a rank has a part of a DTensor.
+            ValueError: if a class cannot be sharded in the layout that the user asked for.
         """
         for group in groups[len(self._recipes) :]:
             # Read once: constructing the optimizer adds options to the groups.
@@ -102,22 +92,16 @@ class Layouts:
         for spec, param in zip(specs, params, strict=True):
             if self.choices[spec.group].layout == "whole" and num_parts(param) > 1:
                 refuse_part(spec.name, param, self._recipes[spec.group].name)
+        layouts = [choice.layout for choice in self.choices]
         return [
-            replace(
-                spec,
-                layout=self.choices[spec.group].layout,
-                cost=self._cost(spec.group, spec.shape),
-            )
+            replace(spec, layout=layouts[spec.group], cost=self._cost(spec.group, spec.shape))
             for spec in specs
         ]
 
     def groups_to_fill(self) -> list[int]:
         """Return the groups that need a placeholder on ranks where they are empty."""
-        return [
-            number
-            for number, choice in enumerate(self.choices)
-            if choice.verdict is not None and choice.verdict.fill_empty_groups
-        ]
+        verdicts = [choice.verdict for choice in self.choices]
+        return [n for n, verdict in enumerate(verdicts) if verdict and verdict.fill_empty_groups]
 
     def truncate(self, num_groups: int) -> None:
         """Drop all groups but the first `num_groups`."""
@@ -159,13 +143,8 @@ class Layouts:
     def _recipe(self, group: Mapping[str, Any]) -> OptimizerRecipe:
         given = group.get(CLASS_KEY)
         if given is None or given == full_name(self._default.optimizer_class):
-            hidden = ("params", "param_names", CLASS_KEY)
-            options = {key: value for key, value in group.items() if key not in hidden}
-            return replace(self._default, group_options=options)
-        if isinstance(given, str) or not callable(given):
-            raise ValueError(
-                f"{CLASS_KEY!r} of a parameter group must be an optimizer class, not {given!r}"
-            )
+            return replace(self._default, group_options=group_options(group))
+        check_class_of_group(given)
         return OptimizerRecipe(given, *split_options(given, group))
 
     def _cost(self, group: int, shape: tuple[int, ...]) -> int:
@@ -187,13 +166,6 @@ def choose(
     """Choose the layout for the parameters of one group.
 
     One rank holds everything: any class is right in any layout, and none is probed.
-
-    Args:
-        layout: the user's argument, `"auto"` included.
-        recipe: the class and its options.
-        params: the parameters. Their dtypes and devices matter.
-        world_size: number of ranks.
-        precision: the policy in force.
 
     Raises:
         ValueError: if there is no such layout, or sharding would, or might, change the numbers.
@@ -223,11 +195,7 @@ def choose(
 def _probe_group(
     recipe: OptimizerRecipe, params: Sequence[torch.Tensor], precision: MixedPrecision
 ) -> Verdict:
-    """Return the strictest verdict for the dtypes of the parameters.
-
-    Raises:
-        ValueError: if the class treats the dtypes of one group differently together.
-    """
+    """Return the strictest verdict for the dtypes. Raise if these do not go together."""
     trained = {precision.step_dtype(param.dtype) for param in params if param.requires_grad}
     dtypes = tuple(sorted(trained or {torch.float32}, key=str))
     devices = (
@@ -235,12 +203,11 @@ def _probe_group(
         *sorted({param.device for param in params if param.is_cuda}, key=str),
     )
     sizes = recipe.sizes(max((param.numel() for param in params), default=0))
-    verdicts = [verdict_on(recipe, dtype, devices, sizes) for dtype in dtypes]
+    verdicts: list[Verdict] = [_cached(probe, recipe, dtype, devices, sizes) for dtype in dtypes]
     strictness = (Kind.UNTRIED, Kind.COUPLED, Kind.PER_TENSOR, Kind.ELEMENT_WISE)
     verdict = min(verdicts, key=lambda v: (strictness.index(v.kind), not v.random))
     if len(dtypes) > 1 and not verdict.random and verdict.kind in strictness[2:]:
-        key = ("mixed dtypes", recipe.cache_key, dtypes, devices)
-        pair = _cached(key, lambda: incompatible_dtypes(recipe, dtypes, devices))
+        pair = _cached(incompatible_dtypes, recipe, dtypes, devices)
         if pair is not None:
             raise ValueError(
                 f"{recipe.name} updates tensors of {pair[0]} and {pair[1]} in one group "
@@ -278,26 +245,15 @@ def _refuse(asked: Layout | None, name: str, verdict: Verdict) -> None:
         )
 
 
-def verdict_on(
-    recipe: OptimizerRecipe,
-    dtype: torch.dtype = torch.float32,
-    devices: tuple[torch.device, ...] = (torch.device("cpu"),),
-    sizes: tuple[int, ...] = (),
-) -> Verdict:
-    """Return the verdict of `probe`, cached."""
-    key = (recipe.cache_key, dtype, devices, sizes)
-    return _cached(key, lambda: probe(recipe, dtype, devices, sizes))
-
-
-def _cached(key: Any, find: Callable[[], Found]) -> Found:
-    """Return what `find` returns, or has returned for an equal key."""
+def _cached(find: Callable[..., Any], recipe: OptimizerRecipe, *args: Any) -> Any:
+    """Return `find(recipe, *args)`, cached unless an option cannot be hashed."""
     try:
-        if key in _cache:
-            found: Found = _cache[key]
-            return found
-    except TypeError:  # an option that cannot be hashed
-        return find()
-    found = _cache[key] = find()
-    while len(_cache) > CACHE_SIZE:
-        _cache.popitem(last=False)
-    return found
+        hash(recipe)
+    except TypeError:
+        return find(recipe, *args)
+    return _find(find, recipe, *args)
+
+
+@lru_cache(maxsize=256)
+def _find(find: Callable[..., Any], recipe: OptimizerRecipe, *args: Any) -> Any:
+    return find(recipe, *args)

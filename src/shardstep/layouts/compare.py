@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from itertools import pairwise, permutations, zip_longest
 from typing import Any
 
@@ -18,13 +17,15 @@ from torch.overrides import TorchFunctionMode
 
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.layouts.trial import (
+    Coupled,
+    Difference,
     Gradients,
-    MovesBetweenEvaluations,
     Part,
     Run,
     Stage,
     Trial,
     TrialFailed,
+    What,
     part,
     trials,
 )
@@ -42,37 +43,11 @@ MANY_CALLS = 300
 """Calls in one step on two small matrices from which a class counts as slow."""
 
 
-class What(Enum):
-    """What differed, or went wrong."""
-
-    PARAMETER = auto()
-    STATE = auto()
-    GROUP_OPTION = auto()
-    GLOBAL_STATE = auto()
-    RAISED = auto()
-    CLOSURE = auto()
-    SPARSE = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How optimizers that share the work differ from one that does it all.
-
-    Attributes:
-        what: what differs.
-        detail: the key of the option, or the exception.
-    """
-
-    what: What
-    detail: str = ""
-
-
 @dataclass(slots=True)
 class Comparison:
-    """The outcome of one comparison.
+    """The outcome of one comparison, unless tensors are coupled.
 
     Attributes:
-        coupled: how tensors apart differ from tensors together.
         sliced: how slices differ from tensors together.
         moved: whether any parameter changed.
         slow: whether a step makes many calls. Calls are counted since ranks must agree.
@@ -80,7 +55,6 @@ class Comparison:
         failure: why the class did not run with all tensors together.
     """
 
-    coupled: Difference | None = None
     sliced: Difference | None = None
     moved: bool = False
     slow: bool = False
@@ -101,8 +75,8 @@ def compare(trial: Trial, stage: Stage, sliced: Difference | None = None) -> Com
         sliced: how slices differ, if that is known. They are left out then.
 
     Raises:
+        Coupled: if tensors apart differ from tensors together.
         DrawsRandomNumbers: if the class does, unless these are constants.
-        MovesBetweenEvaluations: if the class evaluates closures at other points than a rank would.
     """
     found = Comparison(sliced=sliced)
     try:
@@ -134,22 +108,17 @@ def _compare(trial: Trial, stage: Stage, found: Comparison) -> None:
             break
     slices.compare_rest(cut_state=True)
     apart.compare_rest(cut_state=False)
-    found.sliced, found.coupled = slices.difference, apart.difference
+    found.sliced = slices.difference
     found.slow = counter.count > MANY_CALLS
     found.global_state = bool(together.global_state)
+    if apart.difference is not None:
+        raise Coupled(apart.difference, found.global_state)
 
 
 class _Shared:
-    """Optimizers that share the work of one.
+    """Optimizers, each on the parts in one of `held`, that share the work of one `together`.
 
-    Args:
-        together: the one, on all tensors.
-        trial: the way to run the class.
-        stage: the tensors.
-        held: the parts that each of the optimizers gets.
-
-    Attributes:
-        difference: how they differ from the one. They stop when they do.
+    They stop at the first difference.
     """
 
     def __init__(
@@ -183,11 +152,7 @@ class _Shared:
             self.difference = Difference(What.RAISED, f"{type(error).__name__}: {error}")
 
     def compare_rest(self, cut_state: bool) -> None:
-        """Compare state and group options.
-
-        Args:
-            cut_state: whether the state of the parts has to be the state of the tensor, cut.
-        """
+        """Compare state, which may have to be cut like its tensor, and options."""
         if self.difference is None:
             self.difference = self._differing_state(cut_state) or self._differing_options()
 
@@ -262,11 +227,6 @@ def incompatible_dtypes(
 
     torch's Adafactor derives its epsilon from the first tensor of a group, for example. Ranks that
     shard the group have different first tensors.
-
-    Args:
-        recipe: the class and its options.
-        dtypes: of the parameters of a group.
-        devices: to run on. Later ones are for classes that do not run on earlier ones.
     """
     for pair in permutations(dtypes, 2):
         for trial in trials(recipe, pair, devices):
@@ -275,11 +235,12 @@ def incompatible_dtypes(
             with sandbox(recipe.optimizer_class, trial.device):
                 try:
                     found = compare(trial, MIXED, sliced=Difference(What.PARAMETER))
-                except (DrawsRandomNumbers, MovesBetweenEvaluations):
+                except DrawsRandomNumbers:
                     continue
-            if found.failure is not None:
-                continue
-            if found.coupled is not None and found.coupled.what is What.PARAMETER:
-                return pair
-            break
+                except Coupled as coupled:
+                    if coupled.difference.what is What.PARAMETER:
+                        return pair
+                    break
+            if found.failure is None:
+                break
     return None

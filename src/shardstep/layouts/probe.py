@@ -25,10 +25,10 @@ from enum import StrEnum
 
 import torch
 
-from shardstep.layouts.compare import Comparison, Difference, DrawsRandomNumbers, What, compare
+from shardstep.layouts.compare import Comparison, DrawsRandomNumbers, compare
 from shardstep.layouts.random_numbers import constant_random_numbers
 from shardstep.layouts.recipe import OptimizerRecipe
-from shardstep.layouts.trial import MovesBetweenEvaluations, Stage, Trial, TrialFailed, trials
+from shardstep.layouts.trial import Coupled, Difference, Stage, Trial, TrialFailed, What, trials
 from shardstep.local.sandbox import sandbox
 from shardstep.plan import Layout
 
@@ -154,11 +154,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _judge(trial: Trial, sizes: Sequence[int]) -> Verdict:
-    """Judge one trial. If empty groups may be to blame, judge it with placeholders in them.
-
-    Raises:
-        TrialFailed: if the class does not run in this way.
-    """
+    """Judge one trial. If empty groups may be to blame, judge it with placeholders in them."""
     verdict = _judge_random(trial, sizes)
     blameless = (None, What.PARAMETER, What.CLOSURE)
     what = verdict.difference.what if verdict.difference else None
@@ -185,18 +181,8 @@ def _judge_random(trial: Trial, sizes: Sequence[int]) -> Verdict:
         return replace(verdict, random=True)
 
 
-class _Coupled(Exception):
-    def __init__(self, found: Comparison) -> None:
-        super().__init__()
-        self.found = found
-
-
 class _Examination:
-    """The stages of one trial.
-
-    Args:
-        trial: the way to run the class.
-    """
+    """The stages of one trial."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -204,25 +190,13 @@ class _Examination:
         self._slow = False
 
     def run_all(self, sizes: Sequence[int]) -> Verdict:
-        """Run the stages until the verdict is clear.
-
-        Args:
-            sizes: see `probe`.
-
-        Raises:
-            TrialFailed: if the class does not run in this way.
-            DrawsRandomNumbers: if the class does.
-        """
+        """Run the stages, unless the class fails or draws random numbers."""
         try:
             return self._run_all(sizes)
-        except _Coupled as coupled:
-            difference, global_state = coupled.found.coupled, coupled.found.global_state
-            assert difference is not None
-        except MovesBetweenEvaluations as moves:
-            difference, global_state = Difference(What.CLOSURE, str(moves)), False
-        return Verdict(
-            Kind.COUPLED, _why_coupled(difference), difference, global_state=global_state
-        )
+        except Coupled as coupled:
+            why = _why_coupled(coupled.difference)
+            found = Verdict(Kind.COUPLED, why, coupled.difference)
+            return replace(found, global_state=coupled.global_state)
 
     def _run_all(self, sizes: Sequence[int]) -> Verdict:
         needs_matrices = False
@@ -253,8 +227,6 @@ class _Examination:
             self._trial, IF_SLOW.get(stage, stage) if self._slow else stage, self._sliced
         )
         self._sliced = found.sliced
-        if found.coupled is not None:
-            raise _Coupled(found)
         if found.failure is not None and not may_fail:
             raise found.failure
         return found
@@ -287,5 +259,5 @@ def _why_coupled(coupled: Difference) -> str:
         What.GROUP_OPTION: f"its group option {coupled.detail} depends on all tensors",
         What.GLOBAL_STATE: "its global state depends on all tensors",
         What.RAISED: f"without some of the tensors it raises {coupled.detail}",
-        What.CLOSURE: f"{coupled.detail}, when a rank has moved only its own parameters",
+        What.CLOSURE: f"a step {coupled.detail}, when a rank has moved only its own parameters",
     }[coupled.what]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,14 +23,14 @@ SMALL_LR, USUAL_LR = 1e-4, 1e-3
 Options = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class OptimizerRecipe:
     """The ingredients of an optimizer, except for its parameters.
 
     Attributes:
-        optimizer_class: the class, or another callable that makes an optimizer from groups.
+        optimizer_class: the class, or another callable that makes an optimizer.
         defaults: options that it is called with.
-        group_options: options that each parameter group has.
+        group_options: options of each parameter group.
     """
 
     optimizer_class: Callable[..., Optimizer]
@@ -67,32 +68,30 @@ class OptimizerRecipe:
         return OptimizerRecipe(self.optimizer_class, defaults, group_options)
 
     def sizes(self, largest: int) -> tuple[int, ...]:
-        """Return the numbers among the options, and the class's defaults, that may be sizes.
+        """Return the numbers up to `largest` among all options that may be sizes.
 
         A class may treat tensors differently from some number of elements or rows on, or work in
         blocks. Smaller tensors do not show that.
-
-        Args:
-            largest: the number of elements of the largest parameter. Larger sizes have no effect.
         """
         options: dict[str, Any] = {}
-        try:
+        with contextlib.suppress(ValueError, TypeError):  # not written in Python
             parameters = inspect.signature(self.optimizer_class).parameters
             options = {name: parameter.default for name, parameter in parameters.items()}
-        except (ValueError, TypeError):
-            pass  # not written in Python
-        found = set()
-        for value in tree_leaves({**options, **self.defaults, **self.group_options}):
-            integral = type(value) is int or (type(value) is float and value.is_integer())
-            if integral and int(value) in SIZES and value <= largest:
-                found.add(int(value))
-        return tuple(sorted(found))
+        values = tree_leaves({**options, **self.defaults, **self.group_options})
+        low, high = SIZES[0], min(SIZES[-1], largest)
+        numbers = [v for v in values if type(v) in (int, float) and low <= v <= high]
+        return tuple(sorted({int(v) for v in numbers if v == int(v)}))
 
     @property
-    def cache_key(self) -> tuple[Any, ...]:
-        """A key that equal recipes share. It cannot be hashed if an option cannot."""
+    def _key(self) -> tuple[Any, ...]:
         leaves, structure = tree_flatten((dict(self.defaults), dict(self.group_options)))
         return self.optimizer_class, repr(structure), *map(_leaf_key, leaves)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OptimizerRecipe) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
 
 def _copied(options: Options, device: torch.device) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Literal, get_args
 
 import torch
@@ -48,12 +49,10 @@ class Stage:
     """The tensors of one comparison.
 
     Attributes:
-        shapes: of the tensors.
-        steps: number of steps.
-        dealt: whether the tensors are dealt to all groups. If not, all are in the first: classes
-            may combine the matrices of a group.
+        dealt: whether the tensors are dealt to all groups. If not, the first group has all, since
+            classes may combine the matrices of a group.
         extreme: whether some gradients are zero, huge or not finite.
-        step_scales: scales of the gradients of one step and the next, repeated.
+        step_scales: scales of the gradients, repeated.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -96,14 +95,10 @@ class Trial:
     """One way to run an optimizer class.
 
     Attributes:
-        recipe: the class and its options.
         dtypes: of the parameters, repeated.
-        device: of the parameters.
         sparse: whether gradients are sparse.
-        num_groups: number of parameter groups.
         closures: when `step` gets a closure.
         notes: peculiarities of this way, for the user.
-        fill_empty_groups: whether empty groups get a placeholder.
         constants: whether random numbers are replaced by constants.
     """
 
@@ -143,12 +138,7 @@ def trials(
 
 
 class TrialFailed(Exception):
-    """The class did not run in this way.
-
-    Attributes:
-        error: the exception that it raised.
-        constructed: whether it could be constructed.
-    """
+    """The class raised `error`, after or before it was constructed."""
 
     def __init__(self, error: Exception, constructed: bool) -> None:
         super().__init__(str(error))
@@ -156,8 +146,33 @@ class TrialFailed(Exception):
         self.constructed = constructed
 
 
-class MovesBetweenEvaluations(Exception):
-    """The class evaluates a closure after moving parameters: a rank has moved only its own."""
+class What(Enum):
+    """The kinds of differences."""
+
+    PARAMETER = auto()
+    STATE = auto()
+    GROUP_OPTION = auto()
+    GLOBAL_STATE = auto()
+    RAISED = auto()
+    CLOSURE = auto()
+    SPARSE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference between one optimizer and several that share its work."""
+
+    what: What
+    detail: str = ""
+
+
+class Coupled(Exception):
+    """Tensors apart give something else than tensors together."""
+
+    def __init__(self, difference: Difference, global_state: bool = False) -> None:
+        super().__init__(str(difference))
+        self.difference = difference
+        self.global_state = global_state
 
 
 class Run:
@@ -166,12 +181,8 @@ class Run:
     Args:
         trial: the way to run the class.
         stage: the tensors.
-        parts: the parts that the optimizer gets. Its groups may be empty.
+        parts: the parts that the optimizer gets. Some of its groups may be empty.
         seed: whether to seed the process's random generators before each step.
-
-    Attributes:
-        opt: the optimizer.
-        params: its parameters, in the order of `parts`.
 
     Raises:
         TrialFailed: if the class raises, here or in `advance`.
@@ -201,18 +212,11 @@ class Run:
         self._drew = self._sources is not None and self._sources.used()
 
     def advance(self, step: int, gradients: Gradients) -> bool:
-        """Take a step.
+        """Take a step. Return whether it drew random numbers, if generators are seeded.
 
         Args:
             step: its number.
             gradients: of the entire tensors.
-
-        Returns:
-            Whether random numbers were drawn, if generators are seeded.
-
-        Raises:
-            MovesBetweenEvaluations: if the class evaluates its closure more than once, or after
-                moving parameters.
         """
         evaluations = 0
         moved = False
@@ -242,9 +246,10 @@ class Run:
             if evaluations <= 1:
                 raise TrialFailed(error, constructed=True) from error
         if evaluations > 1:
-            raise MovesBetweenEvaluations("a step evaluates its closure more than once")
+            raise Coupled(Difference(What.CLOSURE, "evaluates its closure more than once"))
         if moved:
-            raise MovesBetweenEvaluations("a step moves parameters before it evaluates its closure")
+            detail = "moves parameters before it evaluates its closure"
+            raise Coupled(Difference(What.CLOSURE, detail))
         return self._drew or (self._sources is not None and self._sources.used())
 
     def _seed(self, seed: int) -> None:

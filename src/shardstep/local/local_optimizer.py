@@ -13,15 +13,20 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from shardstep.local.empty_groups import empty_param, fill_empty_groups
-from shardstep.local.multi_class import CLASS_KEY, MultiClass, optimizer_name, parts_of
+from shardstep.local.multi_class import (
+    CLASS_KEY,
+    PER_PARAMETER,
+    MultiClass,
+    group_options,
+    optimizer_name,
+    parts_of,
+)
 from shardstep.local.sandbox import sandbox
 from shardstep.local.train_eval import set_mode, start_training
 from shardstep.params.groups import group_ranges
 from shardstep.params.inputs import check_optimizer
 from shardstep.params.same_bits import is_plain
 from shardstep.params.shard import Shard
-
-_PER_PARAMETER = {"params", "param_names"}
 
 Groups = list[dict[str, Any]]
 
@@ -84,25 +89,14 @@ class LocalOptimizer:
             yield found
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
-        """Take a step.
-
-        Args:
-            closure: passed on to the optimizer's `step` if there is one.
-            **kwargs: passed on too.
-        """
+        """Take a step of the optimizer, with a closure only if there is one."""
         if closure is not None:
             kwargs["closure"] = closure
         with self._no_empty_groups(self.optim, gradients_follow=closure is not None):
             return self.optim.step(**kwargs)
 
     def set_mode(self, mode: str, /, *args: Any, **kwargs: Any) -> None:
-        """Switch the optimizer to a mode.
-
-        Args:
-            mode: `"train"` or `"eval"`.
-            *args: passed on to the optimizer's method of that name.
-            **kwargs: passed on too.
-        """
+        """Call the optimizer's `train` or `eval`."""
         with self._no_empty_groups(self.optim):
             set_mode(self.optim, mode, *args, **kwargs)
 
@@ -111,9 +105,7 @@ class LocalOptimizer:
     ) -> contextlib.AbstractContextManager[None]:
         """Fill empty groups of `optim` with placeholders, where its class needs that.
 
-        Args:
-            optim: an optimizer on the exposed groups.
-            gradients_follow: whether a closure is about to compute gradients.
+        `gradients_follow` if a closure is about to compute gradients.
         """
         placeholders = {}
         ranges = group_ranges(self._exposed)
@@ -148,14 +140,12 @@ class LocalOptimizer:
     def push_options(self) -> None:
         """Copy options from the exposed groups, where schedulers write, to the optimizer."""
         for exposed, local in zip(self._exposed, self.optim.param_groups, strict=True):
-            for key, value in exposed.items():
-                if key not in _PER_PARAMETER and key != CLASS_KEY:
-                    local[key] = value
+            local.update(group_options(exposed))
 
     def publish_options(self) -> None:
         """Copy options from the optimizer to the exposed groups, in the optimizer's order."""
         for exposed, local in zip(self._exposed, self.optim.param_groups, strict=True):
-            kept = {key: exposed[key] for key in _PER_PARAMETER & exposed.keys()}
+            kept = {key: exposed[key] for key in PER_PARAMETER & exposed.keys()}
             merged = {key: kept.get(key, value) for key, value in local.items()}
             exposed.clear()
             exposed.update(merged)
@@ -184,7 +174,7 @@ class LocalOptimizer:
                 self.optim.state[tensor] = states[piece.param]
         for number, group in enumerate(self._groups()):
             if number < len(self.optim.param_groups):
-                for key in _PER_PARAMETER & group.keys():
+                for key in PER_PARAMETER & group.keys():
                     self.optim.param_groups[number][key] = group[key]
             else:
                 self.optim.add_param_group(group)
@@ -271,10 +261,10 @@ class LocalOptimizer:
             options = {
                 key: value.clone() if isinstance(value, torch.Tensor) else value
                 for key, value in self._exposed[number].items()
-                if key not in _PER_PARAMETER
+                if key not in PER_PARAMETER
             }
             if number < len(classes):
-                # The group has the name of its class, which cannot be called.
+                # The group has only the name of its class.
                 options[CLASS_KEY] = classes[number]
             groups.append({**options, **tensors})
         with self._sandbox([tensor for own in held for tensor in own.values()]):

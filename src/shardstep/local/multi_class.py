@@ -14,19 +14,22 @@ from torch.optim import Optimizer
 from shardstep.params.inputs import check_optimizer, unwrap_partial
 
 CLASS_KEY = "optimizer_class"
-"""Under this key a group has its class; once the optimizer is made, the class's full name."""
+"""The key of a group's class. Once the optimizer is constructed, its value is the full name."""
+
+PER_PARAMETER = frozenset({"params", "param_names"})
+"""The keys of a group that are not options."""
 
 Group = dict[str, Any]
 Make = Callable[..., Optimizer]
 
 
 def names_a_class(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether any of the groups names its own class."""
+    """Return whether any of the groups names its class."""
     return any(CLASS_KEY in group for group in groups)
 
 
 def full_name(optimizer_class: Any) -> str:
-    """What a class is called in groups and state dicts."""
+    """Return the name of a class in groups and state dicts."""
     optimizer_class = unwrap_partial(optimizer_class)
     if isinstance(optimizer_class, str):
         return optimizer_class
@@ -34,26 +37,35 @@ def full_name(optimizer_class: Any) -> str:
     return f"{where}.{getattr(optimizer_class, '__qualname__', type(optimizer_class).__name__)}"
 
 
-def split_options(optimizer_class: Make, group: Mapping[str, Any]) -> tuple[Group, Group]:
-    """Which of a group's options the class is called with, and which stay in the group.
+def group_options(group: Mapping[str, Any]) -> Group:
+    """Return the options of a group."""
+    return {k: v for k, v in group.items() if k not in PER_PARAMETER and k != CLASS_KEY}
 
-    A class is called with what it has a parameter for; the rest, such as a scheduler's
-    `initial_lr` or a label, is none of its business.
+
+def split_options(optimizer_class: Make, group: Mapping[str, Any]) -> tuple[Group, Group]:
+    """Return the options of a group that the class takes as arguments, and the others.
+
+    The others, such as a scheduler's `initial_lr` or a label, stay in the group.
     """
     takes = inspect.signature(optimizer_class).parameters.values()
-    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes)
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes)
     names = {each.name for each in takes}
-    options = {k: v for k, v in group.items() if k not in ("params", "param_names", CLASS_KEY)}
-    called = {k: v for k, v in options.items() if anything or k in names}
-    return called, {k: v for k, v in options.items() if k not in called}
+    options = group_options(group)
+    arguments = {k: v for k, v in options.items() if takes_any or k in names}
+    return arguments, {k: v for k, v in options.items() if k not in arguments}
+
+
+def check_class_of_group(given: Any) -> None:
+    """Raise if a group names something that cannot be called to make an optimizer."""
+    if isinstance(given, str) or not callable(given):
+        raise ValueError(
+            f"{CLASS_KEY!r} of a parameter group must be an optimizer class, not {given!r}"
+        )
 
 
 @contextlib.contextmanager
 def no_defaults(opt: Optimizer) -> Iterator[None]:
-    """While this lasts, a group that is added is not given the defaults of the default class.
-
-    It gets those of the class that it names, from that class.
-    """
+    """Hide the defaults of `opt` while a group is added: its class has other ones."""
     defaults, opt.defaults = opt.defaults, {}
     try:
         yield
@@ -62,12 +74,11 @@ def no_defaults(opt: Optimizer) -> Iterator[None]:
 
 
 class MultiClass(Optimizer):
-    """An optimizer whose groups are updated by different classes, Muon and AdamW for instance.
+    """An optimizer whose groups are updated by different classes, such as Muon and AdamW.
 
-    A group that has a class under `"optimizer_class"` is updated by an optimizer of its own, which
-    is constructed with the group's options. The other groups share one of the default class. All of
-    them keep their state in one mapping and have the very groups that this optimizer has, so
-    whatever is done to those (by a scheduler, say) reaches them.
+    A group with a class under `"optimizer_class"` gets its own optimizer, constructed with the
+    group's options. The other groups share one of the default class. All parts share one state
+    mapping, and the groups of this optimizer: a scheduler's changes reach them.
 
     Args:
         params: parameter groups.
@@ -76,7 +87,7 @@ class MultiClass(Optimizer):
 
     Attributes:
         parts: the optimizers, in the order of their first groups.
-        classes: for each group, the class it names; None for the default class.
+        classes: for each group, the class that it names; None for the default class.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)
@@ -99,14 +110,14 @@ class MultiClass(Optimizer):
         self.parts = []
         self.classes = []
         self._part_of: list[int] = []
-        self._common: int | None = None
-        self._make_common: Make = lambda groups: optimizer_class(groups, **defaults)
-        self._common_name = full_name(optimizer_class)
+        self._default: int | None = None
+        self._make_default: Make = lambda groups: optimizer_class(groups, **defaults)
+        self._default_name = full_name(optimizer_class)
         self._state: Any = defaultdict(dict)
         super().__init__(params, {})
-        if self._common is not None:
-            # Schedulers look there for what an optimizer knows.
-            self.defaults = self.parts[self._common].defaults
+        if self._default is not None:
+            # Schedulers look there.
+            self.defaults = self.parts[self._default].defaults
 
     @property
     def state(self) -> Any:
@@ -120,43 +131,43 @@ class MultiClass(Optimizer):
             part.state = value
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, to an optimizer of its own if it names a class.
+        """Add a group to the part that updates it.
 
         Args:
-            param_group: parameters under `"params"`, options, and a class if it is not the default.
+            param_group: parameters under `"params"`, options, and a class if not the default.
         """
         given = param_group.get(CLASS_KEY)
         with no_defaults(self):
             super().add_param_group(param_group)
-        # What was checked is handed on: the part makes it its own, with its defaults in it.
-        self.param_groups.append(self._take(self.param_groups.pop(), given))
-
-    def _take(self, group: Group, given: Any) -> Group:
-        """Hand a checked group to the part that is to update it; returns that part's own group."""
-        if given is None or given == self._common_name:
-            group = {**group, CLASS_KEY: self._common_name}
-            if self._common is None:
-                self._common = len(self.parts)
-                self._join(self._make_common([group]))
-            else:
-                self.parts[self._common].add_param_group(group)
-            self._part_of.append(self._common)
+        # Replace the checked group by that of the part, which has the defaults of its class.
+        group = self.param_groups.pop()
+        if given is None or given == self._default_name:
+            self.param_groups.append(self._add_to_default({**group, CLASS_KEY: self._default_name}))
             self.classes.append(None)
-            common: Group = self.parts[self._common].param_groups[-1]
-            return common
-        if isinstance(given, str) or not callable(given):
-            raise ValueError(
-                f"{CLASS_KEY!r} of a parameter group has to be an optimizer class, not {given!r}"
-            )
-        called, rest = split_options(given, group)
-        mine: Group = {k: v for k, v in group.items() if k in ("params", "param_names")}
-        part = given([{**mine, **rest}], **called)
+        else:
+            check_class_of_group(given)
+            self.param_groups.append(self._add_part(group, given))
+            self.classes.append(given)
+
+    def _add_to_default(self, group: Group) -> Group:
+        if self._default is None:
+            self._default = len(self.parts)
+            self._join(self._make_default([group]))
+        else:
+            self.parts[self._default].add_param_group(group)
+        self._part_of.append(self._default)
+        added: Group = self.parts[self._default].param_groups[-1]
+        return added
+
+    def _add_part(self, group: Group, optimizer_class: Make) -> Group:
+        arguments, rest = split_options(optimizer_class, group)
+        per_parameter = {k: v for k, v in group.items() if k in PER_PARAMETER}
+        part = optimizer_class([{**per_parameter, **rest}], **arguments)
         self._join(part)
-        part.param_groups[0][CLASS_KEY] = full_name(given)
         self._part_of.append(len(self.parts) - 1)
-        self.classes.append(given)
-        taken: Group = part.param_groups[0]
-        return taken
+        added: Group = part.param_groups[0]
+        added[CLASS_KEY] = full_name(optimizer_class)
+        return added
 
     def _join(self, part: Optimizer) -> None:
         check_optimizer(part, 1)
@@ -166,16 +177,16 @@ class MultiClass(Optimizer):
                 "dict, which belongs to no parameter and which several classes in one optimizer "
                 "cannot share; use it alone"
             )
-        self._state.update(part.state)  # some classes make their state when they are made
+        self._state.update(part.state)  # some classes make state in their constructor
         part.state = self._state
         self.parts.append(part)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Have every part take a step.
+        """Take a step with every part.
 
         Args:
-            closure: computes the loss anew and returns it; evaluated once, before all parts.
+            closure: recomputes the loss and returns it. It is evaluated once, before all parts.
         """
         loss = None
         if closure is not None:
@@ -186,13 +197,13 @@ class MultiClass(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have every part load what belongs to it, in its own way.
+        """Load the state of every part, each in its own way.
 
         Args:
-            state_dict: what `state_dict()` returned.
+            state_dict: a result of `state_dict()`.
 
         Raises:
-            ValueError: if its groups are not of the lengths or classes of these.
+            ValueError: if its groups have other lengths or classes.
         """
         saved = state_dict["param_groups"]
         ours, theirs = ([len(g["params"]) for g in each] for each in (self.param_groups, saved))
@@ -203,21 +214,20 @@ class MultiClass(Optimizer):
             )
         check_classes(saved, self.param_groups)
         known = {identifier for group in saved for identifier in group["params"]}
-        if loose := [key for key in state_dict["state"] if key not in known]:
+        if unknown := [key for key in state_dict["state"] if key not in known]:
             raise ValueError(
-                f"the loaded state dict has state {loose[0]!r}, which belongs to no parameter: "
-                "which of several classes it is for cannot be known"
+                f"the loaded state dict has state {unknown[0]!r}, which belongs to no parameter, "
+                "and so to none of the classes of this optimizer"
             )
         merged: Any = defaultdict(dict)
         before = [dict(vars(part)) for part in self.parts]
         try:
             for number, part in enumerate(self.parts):
                 part.state = defaultdict(dict)
-                part.load_state_dict(_part_of_state_dict(state_dict, self._groups_of(number)))
+                part.load_state_dict(_select_groups(state_dict, self._groups_of(number)))
                 merged.update(part.state)
         except BaseException:
-            # A part that is left with the state it was loading would go on from that, or from
-            # zero, while the others go on from theirs.
+            # Undo all: the parts must not continue from different points.
             for part, attributes in zip(self.parts, before, strict=True):
                 vars(part).clear()
                 vars(part).update(attributes)
@@ -237,21 +247,12 @@ def parts_of(opt: Optimizer) -> Sequence[Optimizer]:
 
 
 def optimizer_name(opt: Optimizer) -> str:
-    """Return the names of the classes in `opt`, for messages.
-
-    Example:
-        >>> optimizer_name(torch.optim.SGD([torch.ones(2)]))
-        'SGD'
-    """
+    """Return the names of the classes in `opt`, for messages."""
     return " and ".join(dict.fromkeys(type(part).__name__ for part in parts_of(opt)))
 
 
 def check_classes(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Make sure that saved groups are of the classes that these groups are of.
-
-    Raises:
-        ValueError: if they name others. Groups that name none are taken.
-    """
+    """Raise a ValueError if saved groups name other classes than `groups` do."""
     for number, (there, here) in enumerate(zip(saved, groups, strict=True)):
         if CLASS_KEY in there and CLASS_KEY in here and there[CLASS_KEY] != here[CLASS_KEY]:
             raise ValueError(
@@ -261,24 +262,16 @@ def check_classes(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[s
 
 
 def of_one_class(saved: Sequence[Mapping[str, Any]], optimizer_class: type) -> list[Group]:
-    """Saved groups for an optimizer of one class, which does not name it in its groups.
-
-    Raises:
-        ValueError: if they name another one. Groups that name none are taken.
-    """
+    """Return saved groups without the names of their classes, which must be the given one."""
     check_classes(saved, [{CLASS_KEY: full_name(optimizer_class)}] * len(saved))
     return [{key: value for key, value in each.items() if key != CLASS_KEY} for each in saved]
 
 
 def split_state_dict(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The state dicts that plain optimizers, one of each class, would have.
+    """Return the state dicts for plain optimizers, one of each class, by full name.
 
     Args:
         state_dict: the state dict of a `MultiClass`, or of a sharded one.
-
-    Returns:
-        By full name of the class: a dict that an optimizer of this class, given the parameters of
-        its groups, loads.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(4, 4))
@@ -286,33 +279,32 @@ def split_state_dict(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]
         >>> list(split_state_dict(opt.state_dict()))
         ['torch.optim.sgd.SGD']
     """
-    groups = state_dict["param_groups"]
-    found: dict[str, list[int]] = {}
-    for number, group in enumerate(groups):
-        found.setdefault(group[CLASS_KEY], []).append(number)
+    groups_of: dict[str, list[int]] = {}
+    for number, group in enumerate(state_dict["param_groups"]):
+        groups_of.setdefault(group[CLASS_KEY], []).append(number)
     parts = {}
-    for name, mine in found.items():
-        part = _part_of_state_dict(state_dict, mine)
-        numbers: dict[Any, int] = {}
+    for name, numbers in groups_of.items():
+        part = _select_groups(state_dict, numbers)
+        new_ids: dict[Any, int] = {}
         for group in part["param_groups"]:
             del group[CLASS_KEY]
             for identifier in group["params"]:
-                numbers[identifier] = len(numbers)
-            group["params"] = [numbers[identifier] for identifier in group["params"]]
-        part["state"] = {numbers.get(key, key): value for key, value in part["state"].items()}
+                new_ids[identifier] = len(new_ids)
+            group["params"] = [new_ids[identifier] for identifier in group["params"]]
+        part["state"] = {new_ids.get(key, key): value for key, value in part["state"].items()}
         parts[name] = part
     return parts
 
 
-def _part_of_state_dict(state_dict: Mapping[str, Any], mine: Sequence[int]) -> dict[str, Any]:
-    groups = [dict(state_dict["param_groups"][number]) for number in mine]
+def _select_groups(state_dict: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
+    groups = [dict(state_dict["param_groups"][number]) for number in numbers]
     identifiers = {identifier for group in groups for identifier in group["params"]}
     state = {key: value for key, value in state_dict["state"].items() if key in identifiers}
     return {"state": state, "param_groups": groups}
 
 
 def extras(opt: Optimizer) -> dict[str, Any]:
-    """What a class has in its state dict beside state and groups: counters of its own, say."""
+    """Return the entries that a class adds to its state dict, such as counters."""
     if type(opt).state_dict is Optimizer.state_dict:
         return {}
     return {k: v for k, v in opt.state_dict().items() if k not in ("state", "param_groups")}

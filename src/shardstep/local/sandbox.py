@@ -27,8 +27,7 @@ from shardstep.params.inputs import unwrap_partial
 
 _OWN = frozenset({object, Optimizer})
 
-_MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
-_COLLECTIONS = (list, set, deque)
+_CONTAINERS = (dict, defaultdict, OrderedDict, Counter, list, set, deque)
 
 _one_thread_at_a_time = threading.RLock()
 
@@ -148,27 +147,18 @@ def _contents(values: list[Any]) -> list[Callable[[], object]]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if type(value) in _MAPPINGS:
-            found.append(functools.partial(_refill_mapping, value, dict(value)))
-            waiting.extend(value.values())
-        elif type(value) in _COLLECTIONS:
-            found.append(functools.partial(_refill, value, list(value)))
-            waiting.extend(value)
+        if type(value) in _CONTAINERS:
+            found.append(functools.partial(_refill, value, value.copy()))
+            waiting.extend(value.values() if isinstance(value, dict) else value)
         elif type(value) is torch.Tensor:
             found.append(functools.partial(value.detach().copy_, value.detach().clone()))
     return found
 
 
-def _refill_mapping(mapping: MutableMapping[Any, Any], inside: dict[Any, Any]) -> None:
-    mapping.clear()
-    for key, value in inside.items():
-        mapping[key] = value
-
-
-def _refill(collection: Any, inside: list[Any]) -> None:
-    collection.clear()
-    add = collection.update if type(collection) is set else collection.extend
-    add(inside)
+def _refill(container: Any, contents: Any) -> None:
+    container.clear()
+    add = container.extend if isinstance(container, (list, deque)) else container.update
+    add(contents)
 
 
 def _try(change: Callable[..., None], *args: Any) -> None:
