@@ -18,6 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from ranks import end_idle_processes
 
 torch.set_num_threads(1)
 
@@ -66,3 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         more_ranks = item.path.name in BY_RANKS and re.search(r"[\[-][34](?=[\]-])", item.name)
         if more_ranks or LONG.match(item.name):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_sessionfinish() -> None:
+    end_idle_processes()

@@ -2,9 +2,11 @@
 
 import inspect
 import os
+import random
 import re
 import threading
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import GRACE, RankFailure, raises_on_every_rank, run_ranks
+from ranks import GRACE, RankFailure, end_idle_processes, raises_on_every_rank, run_ranks
+
+import shardstep
+from shardstep import ZeroRedundancyOptimizer
 
 #: Seconds for ranks that are meant to hang: enough for them to start on a machine that is busy.
 HANG = 4.0
@@ -71,6 +76,39 @@ def settings() -> tuple[int, str | None, int]:
     return torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS"), os.getpid()
 
 
+CALLS: list[str | None] = []
+
+
+def leave(trace: str | None) -> tuple[int, Any]:
+    """Change what ``trace`` names, or else what is restored, and return what was found."""
+    found = [*CALLS], warnings.filters[:], random.random(), torch.rand(1).item()
+    CALLS.append(trace)
+    match trace:
+        case "environment":
+            os.environ["TRACE"] = "left"
+        case "folder":
+            os.chdir("/")
+        case "thread":
+            threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+        case "dtype":
+            torch.set_default_dtype(torch.float64)
+        case "compiled":
+            torch.compile(torch.neg, backend="eager")(torch.ones(1))
+        case "patch":
+            shardstep.optimizer.connect = None  # type: ignore[assignment]
+        case "patched method":
+            ZeroRedundancyOptimizer.zero_grad = None  # type: ignore[assignment,method-assign]
+        case "module in a cache":
+            torch.kept = torch.nn.Linear(1, 1)  # type: ignore[attr-defined]
+        case None:
+            warnings.simplefilter("error")
+    return os.getpid(), found
+
+
+TRACES = ["environment", "folder", "thread", "dtype", "compiled"]
+TRACES += ["patch", "patched method", "module in a cache"]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _server() -> None:
     """Starts the server that ranks are forked from, which no test is to be timed for."""
@@ -104,20 +142,40 @@ def test_views_of_one_storage_come_back_as_views_of_one_storage() -> None:
     assert whole.tolist() == [0, 1, 0, 0, 4, 5]
 
 
-def test_every_rank_is_a_fresh_process_with_one_thread() -> None:
-    outcomes = run_ranks(settings, 2) + run_ranks(settings, 2)
+def test_every_rank_is_a_process_with_one_thread_which_is_new_on_demand() -> None:
+    outcomes = run_ranks(settings, 2) + run_ranks(settings, 2, fresh=True)
     assert {outcome[:2] for outcome in outcomes} == {(1, "1")}
     assert len({pid for *_, pid in outcomes} | {os.getpid()}) == 5
 
 
+def test_processes_are_used_again_by_any_number_of_ranks() -> None:
+    four = {pid for *_, pid in run_ranks(settings, 4)}
+    assert {pid for *_, pid in run_ranks(settings, 2) + run_ranks(settings, 3)} <= four
+
+
+@pytest.mark.parametrize("trace", TRACES)
+def test_a_process_in_which_a_call_left_a_trace_is_not_used_again(trace: str) -> None:
+    [(pid, _)] = run_ranks(leave, 1, trace)
+    [(another, _)] = run_ranks(leave, 1, None)
+    assert another != pid
+
+
+def test_globals_of_test_modules_warnings_and_seeds_are_as_new_in_every_call() -> None:
+    pids, seen = zip(*(run_ranks(leave, 1, None)[0] for _ in range(2)), strict=True)
+    assert pids[0] == pids[1]
+    assert seen[0] == seen[1]
+
+
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    end_idle_processes()
     before = os.listdir("/proc/self/fd")
     pids = [pid for *_, pid in run_ranks(settings, 2)]
     with pytest.raises(RankFailure):
         run_ranks(divide_by_rank, 2)
     with pytest.raises(RankFailure):
         run_ranks(sleep_on, 2, 1, timeout=HANG)
+    end_idle_processes()
     assert os.listdir("/proc/self/fd") == before
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert list(tmp_path.glob("ranks-*")) == []

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from models import PROBLEMS, Problem, Setup, with_zero
 from problems import difference, differing
 from ranks import run_ranks
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
@@ -181,3 +183,68 @@ def test_scalars_go_on_in_their_own_dtype(tmp_path: Path, cls: Any, dtype: torch
         train(each, its, AFTER)
     torch.testing.assert_close(weight, straight, rtol=0, atol=0)
     torch.testing.assert_close(again, straight, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------------------------ ZeRO-2
+
+
+def steps(setup: Setup, problem: Problem, numbers: range) -> None:
+    for step in numbers:
+        setup.backward(step, problem)
+        setup.finish()
+
+
+def everything(setup: Setup) -> list[Tensor]:
+    """Parameters, buffers and state, in full."""
+    setup.opt.consolidate_state_dict(to=0)
+    states = setup.opt.state_dict()["state"] if setup.opt.rank == 0 else {}
+    tensors = [*setup.module.state_dict().values()]
+    for _, state in sorted(states.items()):
+        tensors += [torch.as_tensor(value) for _, value in sorted(state.items())]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def zero2(parent: Path) -> None:
+    """Saved while gathers are in flight, loaded between steps: training goes on to the bit."""
+    # Of the last, parameters in 16 bits have masters, which are saved and loaded with the rest.
+    for name in ("gpt", "conv", "branching", "mixed dtypes"):
+        problem = PROBLEMS[name]
+        straight = with_zero(problem.fresh())
+        steps(straight, problem, range(3))
+        # Right after the step, with parameters still on their way.
+        ckpt.save(parent / f"{name}-sync", straight.opt, straight.module)
+        there = everything(straight)
+        steps(straight, problem, range(3, 6))
+        end = everything(straight)
+
+        background = with_zero(problem.fresh())
+        steps(background, problem, range(3))
+        saving = ckpt.async_save(parent / f"{name}-async", background.opt, background.module)
+        steps(background, problem, range(3, 6))
+        saving.wait()
+        assert not differing(end, everything(background)), name
+
+        for kind in ("sync", "async"):
+            # Into one that has other values, and whose last gathers are in flight.
+            resumed = with_zero(problem.fresh())
+            steps(resumed, problem, range(7, 9))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore" if name == "branching" else "error")
+                ckpt.load(parent / f"{name}-{kind}", resumed.opt, resumed.module)
+            assert not differing(there, everything(resumed)), (name, kind)
+            steps(resumed, problem, range(3, 6))
+            assert not differing(end, everything(resumed)), (name, kind)
+        # The model alone, without being told of the optimizer.
+        alone = with_zero(problem.fresh())
+        steps(alone, problem, range(3))
+        ckpt.save(parent / f"{name}-model", model=alone.module)
+        weights = ckpt.weights(parent / f"{name}-model")
+        expected = {n: v for n, v in straight.module.state_dict().items() if n in weights}
+        assert len(expected) == len(weights)
+        assert not differing(there[: len(weights)], list(weights.values())), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_zero_2_goes_on(tmp_path: Path, world_size: int) -> None:
+    run_ranks(zero2, world_size, tmp_path, timeout=100)

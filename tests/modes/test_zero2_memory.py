@@ -12,7 +12,7 @@ from models import ADAMW, MLP, MLP_PROBLEM, Problem, noise, with_zero
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from shardstep.gradients.reducer import POOL
+from shardstep.gradients.lanes import POOL
 from shardstep.gradients.sharded_grad import ShardedGrad
 
 BIG = Problem(
@@ -56,7 +56,7 @@ def _measure(layout: str, overlap: bool, hold_back: bool) -> dict[str, int]:
             zero.backward(7, BIG)
     zero.backward(8, BIG)
     in_flight = sum(_storages().values())
-    zero.opt._gradients.collect()
+    zero.opt.mode.pipeline.gradients.collect()
     with_gradients = sum(_storages().values())
     gradients = [param.grad for param in module.parameters()]
     zero.opt.step()
@@ -70,7 +70,7 @@ def _measure(layout: str, overlap: bool, hold_back: bool) -> dict[str, int]:
             sum(bucket.segment(r).numel * bucket.dtype.itemsize for bucket in buckets)
             for r in range(zero.opt.world_size)
         ),
-        "counted": zero.opt._gradients.nbytes,
+        "counted": zero.opt.mode.pipeline.gradients.nbytes,
         "in flight": in_flight - resting,
         "grew by": with_gradients - resting,
         "grew by the step": stepped - with_gradients,
@@ -82,7 +82,7 @@ def _measure(layout: str, overlap: bool, hold_back: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_take_their_share_and_a_pool_of_buckets(world_size: int) -> None:
-    for outcomes in run_ranks(_measure_all, world_size):
+    for outcomes in run_ranks(_measure_all, world_size, fresh=True):
         for layout, found in outcomes:
             assert found["num_buckets"] >= 3 * POOL  # or a pool would be all there is
             assert found["divided"] == found["num_params"]
@@ -178,4 +178,4 @@ def _growth() -> list[str]:
 
 
 def test_memory_does_not_grow_with_the_number_of_steps() -> None:
-    assert run_ranks(_growth, 2) == [[], []]
+    assert run_ranks(_growth, 2, fresh=True) == [[], []]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -72,16 +73,15 @@ def write(path: Path) -> None:
 def picture(net: Net, opt: ZeroRedundancyOptimizer) -> Any:
     """All that a load may change, in memory of its own."""
     state = {
-        str(piece): {key: value.clone() for key, value in opt.optim.state[tensor].items()}
-        for piece, tensor in opt._shard
-        if tensor in opt.optim.state
+        index: {key: value.clone() for key, value in state.items()}
+        for index, state in opt.shards.states().items()
     }
     model = {name: _own(value) for name, value in net.state_dict().items()}
     options = [
         {key: value for key, value in group.items() if key != "params"}
         for group in (*opt.param_groups, *opt.optim.param_groups)
     ]
-    return {"model": model, "state": state, "options": options, "stepped": opt._stepped}
+    return {"model": model, "state": state, "options": options, "stepped": opt.shards.stepped}
 
 
 def _own(value: Any) -> Any:
@@ -103,6 +103,10 @@ def outcome(path: Path, net: Net, opt: ZeroRedundancyOptimizer) -> tuple[str | N
     except Exception as error:
         return None, f"it raised {type(error).__name__}: {error}"
     return None, None
+
+
+def names(parent: Path) -> list[str]:
+    return sorted(os.listdir(parent))
 
 
 # ------------------------------------------------------------------------------------ damage

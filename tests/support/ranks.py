@@ -1,4 +1,4 @@
-"""Starts the ranks of a multi-process test and brings back what each of them returned or raised.
+"""Runs a function on several ranks and returns the value or the error of each.
 
     def total(start: int) -> int:  # module-level, so that a rank can import it
         value = torch.tensor(start + dist.get_rank())
@@ -8,31 +8,42 @@
     def test_total() -> None:
         assert run_ranks(total, 2, 10) == [21, 21]
 
-Ranks are forked from a server that has torch imported (0.1 s for two instead of 3.4 s). They see
-the environment variables and share the hash seed of the moment that server started, so a test
-passes settings as arguments, not through ``os.environ``. All that the ranks and the test exchange
-are files in one temporary folder, the rendezvous included: there is no port for parallel pytest
-workers to collide on, and no shared memory to leak when a rank is killed.
+Processes are reused: each takes call after call, as any rank of any world size. Every call has a
+process group of its own, and imports the test modules again. A process ends after a call that
+failed or that left a trace in it: see `_settings` and `_survivors`. ``fresh=True`` asks for new
+processes.
+
+Processes are forked from a server that has torch imported (0.1 s for two instead of 3.4 s). They
+have the environment variables and the hash seed of that server, so a test passes settings as
+arguments, not through ``os.environ``. Arguments and results are files in a temporary folder, as is
+the rendezvous: parallel pytest workers cannot collide on a port, and a killed rank leaks no shared
+memory.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
+import random
 import re
+import resource
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,14 +51,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
-#: Seconds the other ranks have, after the first failure, to report errors of their own.
+#: Seconds the other ranks have, after the first failure, to report their own errors.
 GRACE = 5.0
 
-# Building an optimizer imports torch._dynamo: paid once here, not in every rank. Of shardstep,
-# coverage does not see the import in a rank then; it sees that of the process that runs the test.
+# Building an optimizer imports torch._dynamo: paid once here, not in every rank. Coverage sees the
+# import of shardstep in the process that runs the test, not in a rank.
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload(
     [
@@ -62,17 +75,18 @@ _FORKSERVER.set_forkserver_preload(
 
 
 class RankFailure(AssertionError):
-    """Some rank raised, died or did not finish; the message has the traceback of each."""
+    """A rank raised, died or did not finish; the message has the traceback of each."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What the test and its ranks agree on: the folder they share and how to form the group."""
+    """One call: the folder that the test and its ranks share, and how to form the group."""
 
     folder: Path
     world_size: int
     backend: str
     timeout: float
+    fresh: bool
 
     def path(self, kind: str, rank: int) -> Path:
         return self.folder / f"{kind}-{rank}"
@@ -80,11 +94,64 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a rank reports once ``fn`` has ended: its value, or the traceback of its error."""
+    """The report of a rank once ``fn`` has ended: its value, or the traceback of its error."""
 
     value: Any
     error: str | None
     ended: float  # time.monotonic(), one clock for all processes
+
+
+class _Worker:
+    """A process that runs one call at a time, as the rank it is told."""
+
+    def __init__(self) -> None:
+        self.connection, its_end = _FORKSERVER.Pipe()
+        self.process: BaseProcess = _FORKSERVER.Process(target=_serve, args=(its_end,))
+        self.process.start()
+        its_end.close()
+        self.idle = self.leaving = False
+
+    def call(self, job: _Job, rank: int) -> None:
+        self.idle = False
+        self.connection.send((job, rank))
+
+    @property
+    def exitcode(self) -> int | None:
+        """The exit code, or 0 if the process is ready for another call."""
+        if not (self.idle or self.leaving) and self.connection.poll():
+            try:
+                self.idle = self.connection.recv()
+            except (EOFError, ConnectionError):
+                self.leaving = True
+        return 0 if self.idle else self.process.exitcode
+
+    def events(self) -> list[Any]:
+        """Return what to wait for: the end of the process, or of the call."""
+        return [self.process.sentinel, *([] if self.leaving else [self.connection])]
+
+    def end(self, seconds: float = 0.0) -> None:
+        """End the process: by itself within so many seconds, or else by force."""
+        self.connection.close()
+        self.process.join(seconds)
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.process.close()
+
+
+_idle: list[_Worker] = []
+
+_TESTS = str(Path(__file__).parent.parent)
+
+#: Besides those of shardstep, the modules whose functions tests replace.
+_PATCHED = {"builtins", "os", "shutil", "time", "torch", "torch.distributed"}
+
+
+@atexit.register  # before multiprocessing waits for its children
+def end_idle_processes() -> None:
+    """End the processes that wait for a call, so that each saves its coverage."""
+    while _idle:
+        _idle.pop().end(seconds=10)
 
 
 def run_ranks(
@@ -93,27 +160,29 @@ def run_ranks(
     *args: Any,
     timeout: float = 150.0,
     backend: str = "gloo",
+    fresh: bool = False,
     **kwargs: Any,
 ) -> list[T]:
-    """Runs ``fn(*args, **kwargs)`` on ``world_size`` fresh processes that form a default group.
+    """Run ``fn(*args, **kwargs)`` on ``world_size`` processes that form a default group.
 
     Args:
-        fn: A module-level function; what it takes and returns has to be picklable.
+        fn: A module-level function; its arguments and its value have to be picklable.
         world_size: The number of ranks.
         *args: Passed to ``fn`` on every rank.
         timeout: Seconds for all ranks to return. A collective gives up after half of it.
         backend: The backend of the default process group.
+        fresh: Use new processes, and wait until they have exited.
         **kwargs: Passed to ``fn`` on every rank.
 
     Returns:
-        What ``fn`` returned, in rank order; tensors bit for bit and on the CPU.
+        The values of ``fn`` in rank order; tensors bit for bit and on the CPU.
 
     Raises:
         RankFailure: If a rank raised or died, or was still running after ``timeout``.
         TypeError: If ``fn`` or its arguments cannot be pickled.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        job = _Job(Path(folder), world_size, backend, timeout)
+        job = _Job(Path(folder), world_size, backend, timeout, fresh)
         try:
             torch.save((fn, args, kwargs), job.folder / "call")
         except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -121,21 +190,29 @@ def run_ranks(
                 f"the ranks cannot import {fn!r} or its arguments ({error}): pass a module-level "
                 "function (no lambda, no closure) and picklable arguments"
             ) from error
-        processes: list[BaseProcess] = []
+        workers: list[_Worker] = []
         try:
             _start_server()
             for rank in range(world_size):
-                started = _FORKSERVER.Process(target=_rank_main, args=(job, rank))
-                started.start()
-                processes.append(started)
-            _watch(job, processes)
-            return _collect(job, processes, fn)
+                workers.append(_Worker() if fresh else _take_worker())
+                workers[-1].call(job, rank)
+            _watch(job, workers)
+            values = _collect(job, workers, fn)
+            _idle.extend(worker for worker in workers if worker.idle)
+            return values
         finally:  # also when pytest-timeout or Ctrl-C interrupts the wait
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-                process.close()
+            for rank, worker in enumerate(workers):
+                if worker not in _idle:  # one that has reported may still save its coverage
+                    worker.end(seconds=float(job.path("outcome", rank).exists()))
+
+
+def _take_worker() -> _Worker:
+    while _idle:
+        worker = _idle.pop()
+        if worker.process.is_alive():
+            return worker
+        worker.end()
+    return _Worker()
 
 
 def raises_on_every_rank(
@@ -146,18 +223,18 @@ def raises_on_every_rank(
     match: str | None = None,
     **kwargs: Any,
 ) -> list[tuple[str, str]]:
-    """Checks that every rank raises ``exception`` by itself and returns [(type name, message)].
+    """Check that every rank raises ``exception`` by itself, and return [(type name, message)].
 
     No rank leaves before all have raised, so one that is stuck in a collective is not saved by
     the "connection closed" error it would get when a peer exits.
 
     Args:
-        fn: As for :func:`run_ranks`, as are ``world_size``, ``args`` and ``kwargs``.
+        fn: As for `run_ranks`, as are ``world_size``, ``args`` and ``kwargs``.
         world_size: The number of ranks.
         exception: The type, or the types one of which each rank has to raise.
         *args: Passed to ``fn`` on every rank.
         match: A pattern that ``re.search`` has to find in each message.
-        **kwargs: ``timeout`` and ``backend`` of :func:`run_ranks`; the rest is passed to ``fn``.
+        **kwargs: ``timeout``, ``backend`` and ``fresh`` of `run_ranks`; the rest is for ``fn``.
     """
     return run_ranks(_expect_raise, world_size, fn, exception, match, *args, **kwargs)
 
@@ -180,7 +257,7 @@ def _expect_raise(
 
 
 def _start_server() -> None:
-    """Starts the server, unless it runs, with the environment its ranks are to have."""
+    """Start the server, unless it runs, with the environment for the ranks."""
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         if sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # no need for a hostname that resolves
@@ -190,11 +267,11 @@ def _start_server() -> None:
         forkserver.ensure_running()
 
 
-def _watch(job: _Job, processes: Sequence[BaseProcess]) -> None:
-    """Returns when every rank has exited, or when there is no reason to wait for those left."""
+def _watch(job: _Job, workers: Sequence[_Worker]) -> None:
+    """Return when every rank has finished, or when there is no reason to wait for those left."""
     deadline = time.monotonic() + job.timeout
     failed = False
-    while None in (codes := [process.exitcode for process in processes]):
+    while None in (codes := [worker.exitcode for worker in workers]):
         # After the codes, so that a rank that has exited by itself is seen to have reported.
         silent = [not job.path("outcome", rank).exists() for rank in range(job.world_size)]
         ranks = list(zip(codes, silent, strict=True))
@@ -204,17 +281,17 @@ def _watch(job: _Job, processes: Sequence[BaseProcess]) -> None:
         left = deadline - time.monotonic()
         if left <= 0 or (failed and not any(code is None and mute for code, mute in ranks)):
             break
-        running = [p for p, code in zip(processes, codes, strict=True) if code is None]
-        wait([process.sentinel for process in running], timeout=min(left, 0.1))
+        running = [w for w, code in zip(workers, codes, strict=True) if code is None]
+        wait([event for worker in running for event in worker.events()], timeout=min(left, 0.1))
 
 
-def _collect(job: _Job, processes: Sequence[BaseProcess], fn: Callable[..., T]) -> list[T]:
-    """Returns the values, or raises with a section per failed rank, the first to fail first."""
+def _collect(job: _Job, workers: Sequence[_Worker], fn: Callable[..., T]) -> list[T]:
+    """Return the values, or raise with a section per failed rank, the first to fail first."""
     values: list[T] = []
     failures: list[tuple[float, str]] = []
     lingering: list[tuple[float, str]] = []  # to be expected of ranks that returned if others fail
-    for rank, process in enumerate(processes):
-        code, outcome = process.exitcode, None
+    for rank, worker in enumerate(workers):
+        code, outcome = worker.exitcode, None
         if job.path("outcome", rank).exists():
             # Results of a GPU rank come to the CPU: loading them must not start CUDA here.
             outcome = torch.load(job.path("outcome", rank), "cpu", weights_only=False)
@@ -225,12 +302,13 @@ def _collect(job: _Job, processes: Sequence[BaseProcess], fn: Callable[..., T]) 
             text = stacks.read_text() if stacks.exists() else ""
             failures.append((0.0, f"rank {rank} died with exit code {code}:\n{text}"))
         elif outcome is None:
-            text = f"rank {rank} was still running:\n{_stacks(job, rank, process)}"
+            text = f"rank {rank} was still running:\n{_stacks(job, rank, worker.process)}"
             failures.append((time.monotonic(), text))
         else:
             values.append(outcome.value)
             if code is None:
-                text = f"rank {rank} returned but did not exit:\n{_stacks(job, rank, process)}"
+                stack = _stacks(job, rank, worker.process)
+                text = f"rank {rank} returned but did not exit:\n{stack}"
                 lingering.append((time.monotonic(), text))
     if failures := failures or lingering:
         name = getattr(fn, "__qualname__", repr(fn))
@@ -241,7 +319,7 @@ def _collect(job: _Job, processes: Sequence[BaseProcess], fn: Callable[..., T]) 
 
 
 def _stacks(job: _Job, rank: int, process: BaseProcess) -> str:
-    """Where a rank hangs: faulthandler writes it even while the rank is stuck in C++."""
+    """Return the stacks of a rank: faulthandler writes them even while it is stuck in C++."""
     path, size = job.path("stacks", rank), 0
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
         assert process.pid is not None
@@ -255,14 +333,41 @@ def _stacks(job: _Job, rank: int, process: BaseProcess) -> str:
     return "(it ended meanwhile)"
 
 
-def _rank_main(job: _Job, rank: int) -> None:
-    """Called on every rank: forms the group, runs the call, reports, leaves with the others."""
-    stacks = os.open(job.path("stacks", rank), os.O_WRONLY | os.O_CREAT)  # open until the end
+def _serve(connection: Connection) -> None:
+    """Run calls on this process until one leaves a trace or the test process is gone."""
+    torch.set_num_threads(1)
+    gc.freeze()  # collecting what a call left behind need not look at all of torch
+    stacks = os.open(os.devnull, os.O_WRONLY)
+    before, seeds = _settings(), (random.getstate(), torch.get_rng_state())
+    while True:
+        try:
+            job, rank = connection.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        with warnings.catch_warnings():
+            _run_call(job, rank, stacks)
+        if job.fresh:
+            return
+        warnings.onceregistry.clear()  # type: ignore[attr-defined]
+        _drop_test_modules()
+        gc.collect()
+        after = _settings()
+        if _survivors() or any(after.get(name) != value for name, value in before.items()):
+            return
+        random.setstate(seeds[0])
+        torch.set_rng_state(seeds[1])
+        faulthandler.cancel_dump_traceback_later()
+        connection.send(True)
+
+
+def _run_call(job: _Job, rank: int, stacks: int) -> None:
+    """Form the group, run the call, report and leave the group with the others."""
+    with open(job.path("stacks", rank), "wb") as file:
+        os.dup2(file.fileno(), stacks)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
-    # Ends a rank whose pytest was killed, since then nobody else does.
+    # Ends a rank whose pytest was killed during the call.
     faulthandler.dump_traceback_later(job.timeout + 2 * GRACE, exit=True, file=stacks)
-    torch.set_num_threads(1)
     try:
         dist.init_process_group(
             job.backend,
@@ -282,6 +387,56 @@ def _rank_main(job: _Job, rank: int) -> None:
         time.sleep(0.005)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+
+
+def _settings() -> dict[str, Any]:
+    """Return the settings of this process that a call may not change if another is to follow."""
+    from torch._dynamo.utils import counters
+
+    settings: dict[str, Any] = {
+        "environ": dict(os.environ),
+        "folder": os.getcwd(),
+        "threads": set(threading.enumerate()),
+        "children": multiprocessing.active_children(),
+        "signals": [signal.getsignal(s) for s in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM)],
+        "limits": [resource.getrlimit(r) for r in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)],
+        "torch": (
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_autocast_enabled("cpu"),
+        ),
+        "compiled": dict(counters["frames"]),
+        "group": dist.is_initialized(),
+    }
+    for name, module in sorted(sys.modules.items()):
+        if name.split(".")[0] == "shardstep" or name in _PATCHED:
+            for key, value in list(vars(module).items()):
+                if callable(value):
+                    settings[f"{name}.{key}"] = id(value)
+                elif type(value) in (int, str):
+                    settings[f"{name}.{key}"] = value
+                if issubclass(type(value), type) and value.__module__ == name:
+                    methods = {k: id(v) for k, v in vars(value).items() if callable(v)}
+                    methods.pop("step", None)  # torch wraps that of an optimizer at first use
+                    settings[f"{name}.{key}()"] = methods
+    return settings
+
+
+def _survivors() -> bool:
+    """Return whether objects of a call are still alive, for example through a hook or a cache."""
+    kinds = (DeviceMesh, dist.ProcessGroup, nn.Module, torch.optim.Optimizer)
+    return any(issubclass(type(thing), kinds) for thing in gc.get_objects())
+
+
+def _drop_test_modules() -> None:
+    """Forget the test modules, so that the next call finds their globals as they are written."""
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if path and path.startswith(_TESTS) and name != __name__:
+            del sys.modules[name]
 
 
 def _report(job: _Job, rank: int, outcome: _Outcome) -> None:

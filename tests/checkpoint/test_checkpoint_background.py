@@ -1,0 +1,229 @@
+"""Saving in the background: of the moment of the call, while training goes on, or raised on all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hostile import build, names, picture
+from problems import difference
+from ranks import run_ranks
+from test_checkpoint_killed import Net, check_step, make, set_step
+from torch import optim
+
+from shardstep import ZeroRedundancyOptimizer
+from shardstep import checkpoint as ckpt
+from shardstep.checkpoint import write as job
+
+
+class Gate:
+    """Holds writing up until it is opened."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self._write = job.write
+
+    def __call__(self, *args: Any) -> Any:
+        assert self.open.wait(30)
+        return self._write(*args)
+
+
+def train_while_saving(parent: Path) -> list[str]:
+    """Training goes on while files are written, and the checkpoint is of the moment of the call."""
+    wrong = []
+    net, opt = build(1, 2)
+    ckpt.save(parent / "sync", opt, net, {"step": 2})
+    expected = picture(net, opt)
+    gate = Gate()
+    with mock.patch.object(job, "write", gate):
+        saving = ckpt.async_save(parent / "async", opt, net, {"step": 2})
+        for _ in range(3):
+            for param in net.parameters():
+                param.grad = torch.randn_like(param)
+            opt.step()
+            net.norm.running_mean.add_(1)
+            for group in opt.param_groups:
+                group["lr"] *= 0.5
+        if saving.done():
+            wrong.append("it was done before it could be")
+        if difference(expected, picture(net, opt)) is None:
+            wrong.append("nothing was trained meanwhile")
+        gate.open.set()
+        assert saving.wait() == parent / "async"
+        assert saving.done()
+    for name in ("sync", "async"):
+        other, fresh = build(3, 1)
+        assert ckpt.load(parent / name, fresh, other).extra == {"step": 2}
+        if found := difference(expected, picture(other, fresh)):
+            wrong.append(f"{name}: {found}")
+    return wrong
+
+
+def two_in_a_row(parent: Path) -> None:
+    """The second waits for the first; both are of their own moment."""
+    net, opt = build(1, 2)
+    pictures = []
+    for number in range(3):
+        pictures.append(picture(net, opt))
+        ckpt.async_save(parent / f"step-{number}", opt, net, keep_last=2)
+        for param in net.parameters():
+            param.grad = torch.ones_like(param)
+        opt.step()
+    ckpt.save(parent / "last", opt, net)
+    for number in (1, 2):
+        other, fresh = build(3, 1)
+        ckpt.load(parent / f"step-{number}", fresh, other)
+        assert difference(pictures[number], picture(other, fresh)) is None, number
+
+
+def two_optimizers(parent: Path) -> None:
+    """Each has a save of its own running; failures are its own too."""
+    (one, first), (two, second) = build(1, 2), build(5, 1)
+    expected = [picture(one, first), picture(two, second)]
+    gate = Gate()
+    with mock.patch.object(job, "write", gate):
+        saves = [
+            ckpt.async_save(parent / "first", first, one),
+            ckpt.async_save(parent / "second", second, two),
+            ckpt.async_save(parent / "third", extra={"a": torch.ones(100)}),
+        ]
+        bad = ckpt.async_save(parent / "fourth", *reversed(build(1, 1)))
+        (parent / "fourth").mkdir(exist_ok=True)
+        gate.open.set()
+        for saving in saves:
+            saving.wait()
+        with pytest.raises(RuntimeError, match="in the background failed"):
+            bad.wait()
+    for name, picture_then in zip(("first", "second"), expected, strict=True):
+        net, opt = build(7, 1)
+        ckpt.load(parent / name, opt, net)
+        assert difference(picture_then, picture(net, opt)) is None
+    assert torch.equal(ckpt.load(parent / "third").extra["a"], torch.ones(100))
+
+
+def in_the_background(parent: Path) -> list[str]:
+    for number, part in enumerate((two_in_a_row, two_optimizers)):
+        where = parent / str(number)
+        where.mkdir(exist_ok=True)
+        dist.barrier()
+        part(where)
+        dist.barrier()
+    return train_while_saving(parent)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_saving_in_the_background(tmp_path: Path, world_size: int) -> None:
+    for wrong in run_ranks(in_the_background, world_size, tmp_path):
+        assert not wrong, wrong
+
+
+def one_rank_was_told(parent: Path) -> None:
+    """A failure that one rank has waited for and the others have not is raised on all of them."""
+    net, opt = build(1, 1)
+    ckpt.save(parent / "one", opt, net)
+    for save in (ckpt.save, ckpt.async_save):
+        failing = ckpt.async_save(parent / "one", opt, net)
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="exists already"):
+                failing.wait()
+        with pytest.raises(RuntimeError, match="exists already"):
+            save(parent / "two", opt, net)
+    ckpt.save(parent / "two", opt, net)
+
+
+def test_no_rank_goes_on_alone_after_a_failure_in_the_background(tmp_path: Path) -> None:
+    run_ranks(one_rank_was_told, 2, tmp_path)
+
+
+PROGRAM = """
+import sys, time, torch
+from shardstep import ZeroRedundancyOptimizer, checkpoint as ckpt
+from shardstep.checkpoint import write as job
+
+if len(sys.argv) > 3:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[3]), world_size=2
+    )
+
+write = job.write
+def slow(*args):
+    time.sleep(0.5)
+    return write(*args)
+job.write = slow
+param = torch.nn.Parameter(torch.arange(1000.0))
+opt = ZeroRedundancyOptimizer([("p", param)], torch.optim.SGD, lr=0.1, momentum=0.9)
+param.grad = torch.ones(1000)
+opt.step()
+ckpt.async_save(sys.argv[1], opt, extra={"p": param.detach()})
+with torch.no_grad():
+    param.zero_()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_program_that_ends_finishes_its_save(tmp_path: Path, world_size: int) -> None:
+    """With two ranks, one ends long before the other, which still needs it."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "step-1")]
+    store = [] if world_size == 1 else [str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, *store, str(rank)]) for rank in range(world_size)]
+    assert [rank.wait(60) for rank in ranks] == [0] * world_size
+    expected = torch.arange(1000.0) - 0.1
+    assert torch.equal(ckpt.load(tmp_path / "step-1").extra["p"], expected)
+
+
+def remake_group(parent: Path) -> list[str]:
+    """A default group that is made again is the one that the next save talks to."""
+    rank = dist.get_rank()
+    ckpt.async_save(parent / "one", extra=torch.ones(100)).wait()
+    dist.barrier()
+    dist.destroy_process_group()
+    store = dist.FileStore(str(parent / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    ckpt.async_save(parent / "two", extra=torch.ones(100)).wait()
+    dist.barrier()
+    return [name for name in names(parent) if name != "store"]
+
+
+def test_the_process_group_may_be_made_anew(tmp_path: Path) -> None:
+    assert run_ranks(remake_group, 2, tmp_path) == [["one", "two"]] * 2
+
+
+def in_a_subgroup(parent: Path) -> str:
+    """Ranks 1 and 2 of three; the first takes no part, and a save of all is another matter."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return "outside"
+    torch.manual_seed(1)
+    net = Net()
+    opt = ZeroRedundancyOptimizer(
+        net.named_parameters(), optim.SGD, process_group=group, lr=0.0, momentum=0.5
+    )
+    set_step(net, opt, 1)
+    ckpt.save(parent / "step-1", opt, net, {"step": 1})
+    ckpt.async_save(parent / "again", opt, net, {"step": 1}).wait()
+    for name in ("step-1", "again"):
+        opt.optim.state.clear()
+        with torch.no_grad():
+            for param in net.parameters():
+                param.zero_()
+        assert ckpt.load(parent / name, opt, net).extra == {"step": 1}
+        check_step(net, opt, 1)
+    return "inside"
+
+
+def test_a_subgroup_saves_by_itself(tmp_path: Path) -> None:
+    assert run_ranks(in_a_subgroup, 3, tmp_path) == ["outside", "inside", "inside"]
+    net, opt = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ckpt.load(tmp_path / "step-1", opt, net)
+    check_step(net, opt, 1)
