@@ -69,7 +69,7 @@ def looking_at_gradients() -> bool:
         assert all(type(mine.grad).__name__ == "ShardedGrad" for _, mine in pairs)
         grads = [theirs.grad for theirs, _ in pairs if theirs.grad is not None]
         assert differing(grads, [setup.opt.full_grad(mine) for _, mine in pairs]) == []
-        with pytest.raises(RuntimeError, match="lies divided among the ranks"):
+        with pytest.raises(RuntimeError, match="is sharded across ranks"):
             nn.utils.clip_grad_norm_(setup.module.parameters(), 1.0)
         plain.finish()
         setup.finish()
@@ -94,7 +94,7 @@ def refusals() -> None:
     opt = ZeroRedundancyOptimizer(
         model.parameters(), optim.SGD, alone, overlap_with_ddp=True, lr=0.1
     )
-    with pytest.raises(ValueError, match=r"has to consist of the ranks .* \[0, 1\], not of \["):
+    with pytest.raises(ValueError, match=r"must have the ranks .* \[0, 1\], not \["):
         register(model, opt)
 
 

@@ -40,7 +40,7 @@ REFUSED: Errors = {
     ("closure", WAYS): (ValueError, "cannot evaluate a closure"),
     ("zero_in_place", ("register",)): (ValueError, "without set_to_none=False"),
     ("zero_in_place_through_the_module", ("register",)): (ValueError, "without set_to_none=False"),
-    ("never_clear", ("register",)): (RuntimeError, r"clear it with zero_grad\(\)"),
+    ("never_clear", ("register",)): (RuntimeError, r"call zero_grad\(\)"),
     ("sparse_gradients", ("interleaved", "register")): (
         ValueError,
         "'tokens' makes sparse gradients",

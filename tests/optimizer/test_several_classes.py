@@ -19,10 +19,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardstep import ZeroRedundancyOptimizer
+from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step_interleaved
 from shardstep import checkpoint as ckpt
 from shardstep.local.multi_class import MultiClass
-from shardstep.modes.inside_ddp import hook_with_zero_step_interleaved
 
 
 class Unsharded:
