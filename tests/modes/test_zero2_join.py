@@ -12,6 +12,7 @@ import torch.distributed as dist
 from models import (
     ADAMW,
     MLP_PROBLEM,
+    PROBLEMS,
     SGD,
     furthest,
     noise,
@@ -56,6 +57,31 @@ def _nothing_at_all() -> list[Tensor]:
 def test_a_rank_without_any_input_takes_every_step() -> None:
     here, there = run_ranks(_nothing_at_all, 2)
     assert differing(here, there) == []
+
+
+def _buffers_around_forward(reverse: bool) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Return the buffers before and after each forward pass, the final ones behind the first."""
+    zero, conv = with_zero(PROBLEMS["conv"].fresh(), SGD), PROBLEMS["conv"]
+    before: list[list[Tensor]] = []
+    after: list[list[Tensor]] = []
+    zero.module.register_forward_pre_hook(lambda *_: before.append(copies(zero.module.buffers())))
+    zero.module.register_forward_hook(lambda *_: after.append(copies(zero.module.buffers())))
+    with Join([zero.opt]):
+        for step in range(_num_inputs(rank(), reverse)):
+            zero.backward(step, conv)
+            zero.finish()
+    return [*before, copies(zero.module.buffers())], after
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_buffers_are_those_of_the_first_rank_with_data(reverse: bool) -> None:
+    ranks = run_ranks(_buffers_around_forward, 2, reverse)
+    for step in range(5):
+        source = next(after for _, after in ranks if len(after) > step)
+        for before, after in ranks:
+            if len(after) > step + 1 or step == 4:
+                at = step + 1 if len(after) > step + 1 else -1
+                assert differing(source[step], before[at]) == []
 
 
 def _throwing() -> None:

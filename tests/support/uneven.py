@@ -99,9 +99,17 @@ def uneven_inputs_and_clip(setup: Setup) -> None:
     joined(setup, 2 + 2 * rank(), before_step=lambda: setup.clip(0.05))
 
 
-@scenario(PROBLEMS["conv"], ranks=RANKS)
+@scenario(PROBLEMS["conv"], ranks=RANKS, modes=(*DROP_IN, *WAYS))
 def uneven_inputs_of_a_model_with_buffers(setup: Setup) -> None:
     joined(setup, 2 + 2 * rank(), PROBLEMS["conv"])
+
+
+@scenario(PROBLEMS["conv"], ranks=RANKS, modes=MODULE, many=True)
+def uneven_inputs_of_a_model_with_other_buffers(new: New) -> list[Tensor]:
+    """DDP sends the buffers of the last rank that has data, `module=` those of the first."""
+    setup = new()
+    joined(setup, 2 + 2 * rank(), PROBLEMS["conv"])
+    return setup.params
 
 
 @scenario(ranks=RANKS, modes=MODULE)
