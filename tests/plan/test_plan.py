@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import gpt2_124m, llama3_8b
+from specs import spec_lists, world_sizes
 
 from shardstep.plan import (
     ALIGNMENT,
@@ -31,38 +32,8 @@ from shardstep.plan.placement import MIN_SEGMENT_UNITS
 
 UNIT = 64  # the documented alignment; not imported, so that changing it is noticed here
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int8]
 LAYOUTS = ["sliced", "whole"]
 
-shapes = st.one_of(
-    st.sampled_from([(), (0,), (0, 3), (1,), (63,), (64,), (65,), (3, 5), (2, 3, 4, 5)]),
-    st.tuples(st.integers(1, 400), st.integers(1, 300)),
-)
-
-
-def make_spec(
-    index: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: str,
-    group: int,
-    trainable: bool,
-) -> ParamSpec:
-    stride = torch.empty(shape, device="meta").stride()
-    return ParamSpec(f"layer.{index}", shape, tuple(stride), dtype, device, group, trainable)
-
-
-@st.composite
-def spec_lists(draw: st.DrawFn, frozen: bool = True, max_size: int = 14) -> list[ParamSpec]:
-    some_dtypes = st.sampled_from(draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3)))
-    some_devices = st.sampled_from(draw(st.sampled_from([["cpu#0"], ["cuda#0", "cuda#1"]])))
-    trainable = st.sampled_from([True, True, False]) if frozen else st.just(True)
-    rows = st.tuples(shapes, some_dtypes, some_devices, st.integers(0, 2), trainable)
-    drawn = draw(st.lists(rows, min_size=1, max_size=max_size))
-    return [make_spec(index, *row) for index, row in enumerate(drawn)]
-
-
-world_sizes = st.integers(1, 17)
 layouts = st.sampled_from(LAYOUTS)
 bucket_sizes = st.sampled_from([1, 1000, 4096, 300_000, 25 * 2**20])
 
@@ -252,7 +223,7 @@ def test_a_share_counts_what_the_pieces_and_segments_of_its_rank_say(plan: Shard
     assert total == sum(spec.numel for spec in plan.specs if spec.trainable)
 
 
-@pytest.mark.parametrize("world_size", [2, 8, 64, 1024])
+@pytest.mark.parametrize("world_size", [2, 8, 64, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", [gpt2_124m, llama3_8b])
 def test_known_models_are_divided_fairly(
     model: Callable[[], list[ParamSpec]], world_size: int
