@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import spec_lists, world_sizes
 from shapes import gpt2_124m, llama3_8b
-from specs import spec_lists, world_sizes
 from torch import optim
 
 from shardstep.layouts.cost import count, newton_schulz, step_cost

@@ -1,11 +1,11 @@
-"""Descriptions of parameters for hypothesis to draw."""
+"""Hypothesis strategies for parameters and plans."""
 
 from __future__ import annotations
 
 import torch
 from hypothesis import strategies as st
 
-from shardstep.plan import ParamSpec
+from shardstep.plan import ParamSpec, ShardPlan
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int8]
 
@@ -38,3 +38,10 @@ def spec_lists(draw: st.DrawFn, frozen: bool = True, max_size: int = 14) -> list
 
 
 world_sizes = st.integers(1, 17)
+layouts = st.sampled_from(["sliced", "whole"])
+bucket_sizes = st.sampled_from([1, 1000, 4096, 300_000, 25 * 2**20])
+
+
+@st.composite
+def plans(draw: st.DrawFn, layout: st.SearchStrategy[str] = layouts) -> ShardPlan:
+    return ShardPlan.make(draw(spec_lists()), draw(world_sizes), draw(layout), draw(bucket_sizes))
