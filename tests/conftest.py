@@ -1,7 +1,7 @@
 """Settings of every test: one thread, so that sums are taken in one order and compare bitwise.
 
-``tests/support`` is importable through ``pythonpath`` in pyproject.toml. The timeout of every test is
-there too; ``--strict-config`` makes that an error rather than nothing without pytest-timeout.
+``tests/support`` is importable through ``pythonpath`` in pyproject.toml. The timeout of every test
+is there too; ``--strict-config`` makes that an error rather than nothing without pytest-timeout.
 """
 
 import os
