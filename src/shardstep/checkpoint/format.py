@@ -339,6 +339,12 @@ class _Parser:
             per_element == have_shape,
             f"the shapes of parameter {name!r} and of its state contradict `per_element`",
         )
+        entries = [] if state is None else state.node[1]
+        if any(key == MASTER for key, _ in entries):
+            key, item = entries[0]
+            first = key == MASTER and item[0] == "tensor" and per_element[0]
+            is_master = first and found[0].dtype.is_floating_point
+            self._require(is_master, f"the master of {name!r} is no float tensor of its shape")
         return SavedParam(name, tuple(shape), dtype, trainable, state, per_element)
 
     def _model(self, data: Any) -> SavedModel:
