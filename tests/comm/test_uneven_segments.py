@@ -110,14 +110,10 @@ class Averaged(torch.autograd.Function):
         return grad / dist.get_world_size()
 
 
-class InBetween(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
-
+class Average(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        first, *rest = self.layers
-        return nn.Sequential(*rest)(Averaged.apply(first(x)))  # type: ignore[no-any-return]
+        out: Tensor = Averaged.apply(x)
+        return out
 
 
 def late_on_all_but_one(state: Any, bucket: Any) -> Any:
@@ -129,7 +125,8 @@ def late_on_all_but_one(state: Any, bucket: Any) -> Any:
 
 def collect_in_backward() -> bool:
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(InBetween(), bucket_cap_mb=0.2)
+    first, *rest = (nn.Linear(256, 256, bias=False) for _ in range(3))
+    ddp = DistributedDataParallel(nn.Sequential(first, Average(), *rest), bucket_cap_mb=0.2)
     opt = ZeroRedundancyOptimizer(
         ddp.parameters(),
         torch.optim.SGD,
@@ -184,18 +181,13 @@ class Late:
     """A message that is sent half a second later."""
 
     def __init__(self, send: Callable[[], Any]) -> None:
-        self._send = send
-        self._work: Any = None
-        self._thread = threading.Thread(target=self._go)
-        self._thread.start()
-
-    def _go(self) -> None:
-        time.sleep(0.5)
-        self._work = self._send()
+        self._works: list[Any] = []
+        self._timer = threading.Timer(0.5, lambda: self._works.append(send()))
+        self._timer.start()
 
     def wait(self) -> None:
-        self._thread.join()
-        self._work.wait()
+        self._timer.join()
+        self._works[0].wait()
 
 
 def read_meanwhile() -> list[float]:

@@ -75,43 +75,26 @@ class GPT(nn.Module):
 
 
 class _Block(nn.Module):
+    """Causal self-attention and an MLP, each added to the residual stream."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.n_embd)
-        self.attention = _Attention(config)
-        self.mlp_norm = nn.LayerNorm(config.n_embd)
-        self.mlp = _MLP(config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        x = x + self.mlp(self.mlp_norm(x))
-        return x
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
+        width = config.n_embd
         self.n_head = config.n_head
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.out = nn.Linear(config.n_embd, config.n_embd)
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3, self.n_head, -1))  # batch, time, 3, head, dim
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.n_head, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each batch, head, time, dim
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return mixed
-
-
-class _MLP(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.out = nn.Linear(4 * config.n_embd, config.n_embd)
-
-    def forward(self, x: Tensor) -> Tensor:
-        widened: Tensor = self.out(F.gelu(self.up(x)))
-        return widened
+        x = x + self.attention_out(y.transpose(1, 2).flatten(2))
+        x = x + self.mlp_out(F.gelu(self.up(self.mlp_norm(x))))
+        return x
 
 
 def _init_weights(module: nn.Module) -> None:
