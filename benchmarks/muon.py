@@ -29,8 +29,7 @@ from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.multi_class import MultiClass
 from shardstep.params.groups import group_ranges
 from shardstep.params.inputs import describe, parameters
-from shardstep.params.masters import Masters
-from shardstep.params.shard import Shard
+from shardstep.params.sharded_params import ShardedParams
 from shardstep.plan import ShardPlan
 
 MUON = {"lr": 0.02}
@@ -58,7 +57,7 @@ def _of_rank(rank: int, ranks: int) -> MultiClass:
     layouts = Layouts("auto", recipe, ranks, MixedPrecision())
     specs = layouts.apply(groups, describe(groups))
     plan = ShardPlan.make(specs, ranks)
-    shard = Shard(plan, parameters(groups), rank, True, lambda _, params: Masters([], params, {}))
+    shard = ShardedParams(plan, parameters(groups), rank, True, True, {}, None).shard
     for group, numbers in zip(groups, group_ranges(groups), strict=True):
         group["params"] = [tensor for _, tensor in shard.in_group(numbers)]
     mixture = MultiClass(groups, torch.optim.AdamW, **ADAMW)

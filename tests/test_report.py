@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from models import PROBLEMS
+from muon_and_adamw import ADAMW, groups_of
 from ranks import run_ranks
-from test_multi_class import ADAMW, groups_of
 from torch import nn, optim
 
 from shardstep import ZeroRedundancyOptimizer
@@ -20,7 +20,7 @@ def _report(module_given: bool) -> dict[str, Any]:
     extra = {"module": module} if module_given else {}
     opt = ZeroRedundancyOptimizer(groups_of(module), optim.AdamW, **extra, **ADAMW)
     before = opt.report()
-    ledgers = [opt._comm.ledger, opt._gather_comm.ledger][: 2 if module_given else 1]
+    ledgers = [opt.shards.comm.ledger, opt.mode.gather_comm.ledger][: 2 if module_given else 1]
 
     def sent_so_far() -> int:
         kinds = ("reduce_scatter", "all_gather")
@@ -29,7 +29,7 @@ def _report(module_given: bool) -> dict[str, Any]:
     start = sent_so_far()  # all ranks have been given rank 0's values
     problem.loss(module, 0).backward()
     opt.step()
-    opt._gather.land()
+    opt.shards.wait_for_params()
     sent = sent_so_far() - start
     after = opt.report()
     states = [v for state in opt.optim.state.values() for v in state.values()]

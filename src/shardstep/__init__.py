@@ -1,7 +1,7 @@
 """ZeRO for any PyTorch optimizer: DDP's numbers and speed with 1/N of its optimizer state."""
 
 from shardstep import checkpoint
-from shardstep.modes.inside_ddp import (
+from shardstep.modes.ddp_hooks import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
     register,

@@ -137,6 +137,6 @@ def warn_of_16_bits(specs: Sequence[ParamSpec], optimizer: str) -> bool:
         "fp32 masters, divided among the ranks; precision=MixedPrecision(master_dtype=None, "
         "stochastic_rounding=True) to do without masters and lose nothing in the mean; or "
         "precision=MixedPrecision(master_dtype=None) if this is meant",
-        stacklevel=4,
+        stacklevel=5,
     )
     return True

@@ -302,11 +302,11 @@ def _device_bytes() -> float:
         opt.step()
         opt.zero_grad()
     torch.cuda.synchronize()
-    gradients: Any = opt._gradients
-    own = {lane.shard.data_ptr() for lane in gradients._lanes}
+    gradients: Any = opt.mode.pipeline.gradients
+    own = {lane.shard.data_ptr() for lane in gradients.lanes}
     pooled = {
         lane.buffer.untyped_storage().data_ptr(): lane.buffer.untyped_storage().nbytes()
-        for lane in gradients._lanes
+        for lane in gradients.lanes
         if lane.buffer.data_ptr() not in own
     }
     return (torch.cuda.memory_allocated() - before - sum(pooled.values())) / numel

@@ -1026,7 +1026,7 @@ ERRORS: dict[Callable[[str], None], tuple[type[Exception], str]] = {
     never_tied: (RuntimeError, r"no DDP module was tied.*register\(ddp, optimizer\)"),
     never_registered: (RuntimeError, r"but none was: register the hook with ddp.register_comm"),
     module_too: (ValueError, "module= replaces DDP: leave out overlap_with_ddp=True"),
-    ignored_by_ddp: (ValueError, "'layers.2.weight' .* told to leave it out"),
+    ignored_by_ddp: (ValueError, "'layers.2.weight' .* in DDP's parameters_to_ignore"),
     beyond_ddp: (ValueError, r"\[0, 1\], reaches beyond the DDP module's, of ranks \[[01]\]"),
     not_all_joined: (RuntimeError, r"use Join\(\[ddp, zero\]\)"),
     joined_the_other_way_round: (RuntimeError, r"use Join\(\[ddp, zero\]\)"),

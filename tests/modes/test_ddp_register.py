@@ -30,7 +30,7 @@ def sent(model: nn.Module, **ddp: Any) -> tuple[float, int]:
     register(wrapped, opt)
 
     def total() -> int:
-        comms = {id(comm): comm for comm in (opt._comm, opt._gather_comm)}
+        comms = {id(comm): comm for comm in (opt.shards.comm, opt.mode.gather_comm)}
         return sum(sum(comm.ledger.nbytes_sent.values()) for comm in comms.values())
 
     before = total()
@@ -87,7 +87,7 @@ def looking_at_gradients() -> bool:
         assert all(isinstance(mine.grad, ShardedGrad) for _, mine in pairs)
         grads = [theirs.grad for theirs, _ in pairs if theirs.grad is not None]
         assert differing(grads, [setup.opt.full_grad(mine) for _, mine in pairs]) == []
-        with pytest.raises(RuntimeError, match="lies divided among the ranks"):
+        with pytest.raises(RuntimeError, match="is sharded across ranks"):
             nn.utils.clip_grad_norm_(setup.module.parameters(), 1.0)
         plain.finish()
         setup.finish()
@@ -116,9 +116,7 @@ def filling_with_zeros(by_module: bool) -> None:
 @pytest.mark.parametrize("variant", [False, True])
 def test_gradients_have_to_be_cleared(variant: bool) -> None:
     """What would be added to is not there; dropping it would be a wrong number."""
-    raises_on_every_rank(
-        never_clearing, 2, RuntimeError, variant, match=r"clear it with zero_grad\(\)"
-    )
+    raises_on_every_rank(never_clearing, 2, RuntimeError, variant, match=r"call zero_grad\(\)")
     raises_on_every_rank(
         filling_with_zeros, 2, ValueError, variant, match="without set_to_none=False"
     )
@@ -133,7 +131,7 @@ def refusals() -> None:
     opt = ZeroRedundancyOptimizer(
         model.parameters(), optim.SGD, alone, overlap_with_ddp=True, lr=0.1
     )
-    with pytest.raises(ValueError, match=r"has to consist of the ranks .* \[0, 1\], not of \["):
+    with pytest.raises(ValueError, match=r"must have the ranks .* \[0, 1\], not \["):
         register(model, opt)
 
 

@@ -111,13 +111,13 @@ def test_every_element_counts_once(world_size: int) -> None:
 def _traffic() -> tuple[int, int]:
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     zero.backward(0)
-    zero.opt._gradients.collect()
+    zero.opt.mode.pipeline.gradients.collect()
     calls, sent = (
         sum(counter.values())
-        for counter in (zero.opt._comm.ledger.calls, zero.opt._comm.ledger.nbytes_sent)
+        for counter in (zero.opt.shards.comm.ledger.calls, zero.opt.shards.comm.ledger.nbytes_sent)
     )
     zero.clip(1.0)
-    ledger = zero.opt._comm.ledger
+    ledger = zero.opt.shards.comm.ledger
     return sum(ledger.calls.values()) - calls, sum(ledger.nbytes_sent.values()) - sent
 
 

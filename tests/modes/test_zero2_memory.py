@@ -12,7 +12,7 @@ from models import ADAMW, MLP, MLP_PROBLEM, Problem, noise, with_zero
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from shardstep.gradients.reducer import POOL
+from shardstep.gradients.lanes import POOL
 from shardstep.gradients.sharded_grad import ShardedGrad
 
 BIG = Problem(
@@ -56,7 +56,7 @@ def _measure(layout: str, overlap: bool, hold_back: bool) -> dict[str, int]:
             zero.backward(7, BIG)
     zero.backward(8, BIG)
     in_flight = sum(_storages().values())
-    zero.opt._gradients.collect()
+    zero.opt.mode.pipeline.gradients.collect()
     with_gradients = sum(_storages().values())
     gradients = [param.grad for param in module.parameters()]
     zero.opt.step()
@@ -70,7 +70,7 @@ def _measure(layout: str, overlap: bool, hold_back: bool) -> dict[str, int]:
             sum(bucket.segment(r).numel * bucket.dtype.itemsize for bucket in buckets)
             for r in range(zero.opt.world_size)
         ),
-        "counted": zero.opt._gradients.nbytes,
+        "counted": zero.opt.mode.pipeline.gradients.nbytes,
         "in flight": in_flight - resting,
         "grew by": with_gradients - resting,
         "grew by the step": stepped - with_gradients,

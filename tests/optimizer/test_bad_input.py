@@ -307,7 +307,7 @@ BAD: Bad = {
     "an unknown layout": (
         lambda: {"params": [p(4)], "layout": "slices"},
         ValueError,
-        "layout has to be 'auto', 'sliced' or 'whole', not 'slices'",
+        "layout must be 'auto', 'sliced' or 'whole', not 'slices'",
     ),
     "buckets of no bytes": (
         lambda: {"params": [p(4)], "bucket_bytes": 0},
@@ -612,7 +612,7 @@ def test_a_class_that_cannot_do_without_parameters_is_refused_where_a_rank_has_n
     layout: str,
 ) -> None:
     assert run_ranks(one_step, 2, AsksTheFirst, layout=layout) == [[0.5]] * 2
-    match = "has nothing to update, and AsksTheFirst cannot take a step without parameters"
+    match = "owns no parameters, and AsksTheFirst cannot step without any"
     raises_on_every_rank(
         one_step,
         5,
@@ -652,9 +652,7 @@ def wrap_in_ddp_afterwards() -> None:
 
 
 def test_ddp_around_a_module_of_an_optimizer_is_refused_and_named() -> None:
-    raises_on_every_rank(
-        wrap_in_ddp_afterwards, 2, RuntimeError, match="with module=, leave DDP out"
-    )
+    raises_on_every_rank(wrap_in_ddp_afterwards, 2, RuntimeError, match="with module=, do not wrap")
 
 
 def test_a_rank_of_torchrun_s_without_a_process_group_is_told_to_make_one(
@@ -692,5 +690,5 @@ def test_a_call_that_other_ranks_do_not_make_is_named_when_they_do_not_come() ->
 def test_state_that_is_assigned_is_refused_with_the_way_to_set_it() -> None:
     weight = p(4)
     optimizer: Any = build([weight])
-    with pytest.raises(TypeError, match=r"divided among ranks; set it with load_state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"sharded across ranks; set it with load_state_dict\(\)"):
         optimizer.state[weight] = {}

@@ -202,7 +202,7 @@ def _one_rank() -> list[str]:
     params = make_params()
     opt = ZeroRedundancyOptimizer(params, optim.Adam)
     train(opt, params, range(2))
-    if opt._comm.ledger.nbytes_sent.total():
+    if opt.shards.comm.ledger.nbytes_sent.total():
         failures.append("a single rank sends bytes")
     return failures
 
@@ -254,7 +254,7 @@ def _traffic(config: GPTConfig, layout: str, view: bool) -> list[tuple[int, int,
     model = GPT(config)
     model.pos.weight.requires_grad_(False)  # one that does not train, and so does not travel
     opt = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, None, view, layout=layout, lr=0.1)
-    ledger = opt._comm.ledger
+    ledger = opt.shards.comm.ledger
     trainable = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     for param in model.parameters():
         if param.requires_grad:

@@ -249,10 +249,10 @@ def _bytes_sent(layout: str, view: bool) -> list[str]:
     opt = ZeroRedundancyOptimizer(params, optim.SGD, None, view, layout=layout, lr=0.1)
 
     def sent(step: int) -> int:
-        before = opt._comm.ledger.nbytes_sent["all_gather"]
+        before = opt.shards.comm.ledger.nbytes_sent["all_gather"]
         set_gradients(params, step, missing=False)
         opt.step()
-        return opt._comm.ledger.nbytes_sent["all_gather"] - before
+        return opt.shards.comm.ledger.nbytes_sent["all_gather"] - before
 
     def expect(step: int, what: str) -> int:
         nbytes = sent(step)
@@ -291,9 +291,9 @@ def _steady_state_talks_only_of_parameters() -> int:
     """Noticing changes costs no communication while there are none."""
     params = make_params(SHAPES, frozen=(1, 2))
     opt = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)
-    before = opt._comm.ledger.calls.total()
+    before = opt.shards.comm.ledger.calls.total()
     train(opt, params, range(5))
-    return opt._comm.ledger.calls.total() - before
+    return opt.shards.comm.ledger.calls.total() - before
 
 
 def test_a_step_without_changes_is_one_gather_per_bucket() -> None:

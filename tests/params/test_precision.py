@@ -25,7 +25,7 @@ from shardstep import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
-from shardstep.gradients.reducer import POOL
+from shardstep.gradients.lanes import POOL
 from shardstep.gradients.sharded_grad import ShardedGrad
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -126,7 +126,7 @@ def _hook_with_a_wire(make: Any) -> None:
 @pytest.mark.parametrize("make", [hook_with_zero_step, hook_with_zero_step_interleaved])
 def test_a_wire_that_is_ddps_is_refused(make: Any) -> None:
     raises_on_every_rank(
-        _hook_with_a_wire, 2, ValueError, make, match="the communication hook that is wrapped"
+        _hook_with_a_wire, 2, ValueError, make, match="the wrapped communication hook"
     )
 
 
@@ -194,9 +194,9 @@ def _dtypes(policy: MixedPrecision | None, dtype: torch.dtype) -> set[torch.dtyp
     module = _model(dtype)
     opt = _zero(module, precision=policy)
     _train(module, opt, range(1))
-    masters = {master.dtype for master in opt._masters().values()}
+    masters = {master.dtype for master in opt.shards.masters().values()}
     moments = {state["exp_avg"].dtype for state in opt.optim.state.values()}
-    grads = {lane.shard.dtype for lane in opt._gradients._lanes}  # type: ignore[attr-defined]
+    grads = {lane.shard.dtype for lane in opt.mode.pipeline.gradients.lanes}  # type: ignore[attr-defined]
     assert moments == grads
     assert masters <= moments
     assert {param.dtype for param in module.parameters()} == {dtype}
@@ -311,13 +311,13 @@ def test_an_average_that_is_swapped_in_and_out_leaves_masters_alone() -> None:
     module = _model()
     opt = _zero(module)
     _train(module, opt, range(3))
-    before = {index: master.clone() for index, master in opt._masters().items()}
+    before = {index: master.clone() for index, master in opt.shards.masters().items()}
     kept = copies(module.parameters())
     for param in module.parameters():
         param.data.zero_()
     for param, value in zip(module.parameters(), kept, strict=True):
         param.data.copy_(value)
-    after = opt._masters()
+    after = opt.shards.masters()
     assert any(not torch.equal(before[i], before[i].bfloat16().float()) for i in before)
     assert all(torch.equal(before[index], after[index]) for index in before)
 
@@ -471,7 +471,7 @@ def test_a_plain_optimizer_loads_it_and_ignores_the_masters() -> None:
     assert torch.equal(plain.state_dict()["state"][2]["exp_avg"], saved["state"][2]["exp_avg"])
     without = _zero(_model(FP32))
     without.load_state_dict(saved)
-    assert without._masters() == {}
+    assert without.shards.masters() == {}
     assert "masters" not in without.state_dict()
 
 
@@ -538,10 +538,10 @@ def test_masters_of_another_model_are_refused(masters: Any, match: str) -> None:
     module = _model()
     opt = _zero(module)
     _train(module, opt, range(2))
-    before = {index: master.clone() for index, master in opt._masters().items()}
+    before = {index: master.clone() for index, master in opt.shards.masters().items()}
     with pytest.raises(ValueError, match=match):
         opt.load_state_dict({**opt.state_dict(), "masters": masters})
-    assert all(torch.equal(before[i], master) for i, master in opt._masters().items())
+    assert all(torch.equal(before[i], master) for i, master in opt.shards.masters().items())
 
 
 def _masters_by_hand() -> bool:
@@ -549,15 +549,15 @@ def _masters_by_hand() -> bool:
     module = _model()
     opt = _zero(module)
     _train(module, opt, range(3))
-    kept = {index: master.clone() for index, master in opt._masters().items()}
+    kept = {index: master.clone() for index, master in opt.shards.masters().items()}
     pieces = {piece.param: piece for piece in opt.plan.pieces(opt.rank)}
     for index, master in kept.items():
         numel = pieces[index].param_interval.numel
         assert master.shape == (opt.plan.specs[index].shape if pieces[index].entire else (numel,))
-    opt._set_masters({})
-    made = all(torch.equal(m, m.bfloat16().float()) for m in opt._masters().values())
-    opt._set_masters(kept)
-    back = all(torch.equal(kept[i], m) for i, m in opt._masters().items())
+    opt.shards.set_masters({})
+    made = all(torch.equal(m, m.bfloat16().float()) for m in opt.shards.masters().values())
+    opt.shards.set_masters(kept)
+    back = all(torch.equal(kept[i], m) for i, m in opt.shards.masters().items())
     return made and back and kept.keys() == pieces.keys()
 
 
@@ -627,12 +627,12 @@ def _bytes_per_element(policy: MixedPrecision | None, layout: str) -> dict[str, 
     _train(module, opt, range(2))
     resting = _storages() - empty
     _loss(module, 3).backward()
-    opt._gradients.collect()
+    opt.mode.pipeline.gradients.collect()
     with_gradients = _storages() - empty
-    gradients: Any = opt._gradients
-    shards = sum(lane.shard.nbytes for lane in gradients._lanes)
+    gradients: Any = opt.mode.pipeline.gradients
+    shards = sum(lane.shard.nbytes for lane in gradients.lanes)
     pool = gradients.nbytes - shards
-    masters = sum(master.nbytes for master in opt._masters().values())
+    masters = sum(master.nbytes for master in opt.shards.masters().values())
     moments = sum(
         value.nbytes
         for state in opt.optim.state.values()
@@ -683,7 +683,7 @@ def _drop_in_bytes() -> dict[str, float]:
     for step in range(2):
         _given_gradients(module, step)
         with_user_gradients = _storages()
-        opt._gradients.collect()
+        opt.mode.pipeline.gradients.collect()
         found["copies of gradients"] = (_storages() - with_user_gradients) / numel
         opt.step()
         opt.zero_grad()

@@ -360,11 +360,11 @@ def _wire_bytes() -> dict[str, tuple[int, int]]:
     for name, policy in POLICIES.items():
         zero = _Zero(PROBLEMS["gpt"].fresh(), policy)
         zero.backward(PROBLEMS["gpt"], 0)
-        reduced = zero.opt._gradients._comm.ledger  # type: ignore[attr-defined]
-        zero.opt._gradients.collect()
+        reduced = zero.opt.shards.comm.ledger  # type: ignore[attr-defined]
+        zero.opt.mode.pipeline.gradients.collect()
         before = reduced.nbytes_sent["reduce_scatter"]
         zero.finish()
-        gathered = zero.opt._gather_comm.ledger.nbytes_sent["all_gather"]
+        gathered = zero.opt.mode.gather_comm.ledger.nbytes_sent["all_gather"]
         found[name] = (before, gathered)
     return found
 
@@ -426,7 +426,7 @@ def _frozen_from_the_start() -> int:
     for layer in list(module.layers)[:-1]:
         layer.requires_grad_(False)
     zero = _Zero(module, None)
-    return sum(master.numel() for master in zero.opt._masters().values())
+    return sum(master.numel() for master in zero.opt.shards.masters().values())
 
 
 def test_what_never_trained_has_no_master() -> None:

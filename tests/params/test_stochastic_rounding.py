@@ -217,7 +217,9 @@ def _hooked() -> list[str]:
             zero.finish()
         if wrong := differing(expected, zero.params):
             failures.append(f"{way}: {wrong}")
-        held = {tensor.untyped_storage().nbytes() for _, tensor in zero.opt._shard}
+        held = {
+            tensor.untyped_storage().nbytes() for _, tensor in zero.opt.mode.pipeline.params.shard
+        }
         if held != {4}:
             failures.append(f"{way}: copies of {held} bytes are left")
     return failures

@@ -46,6 +46,7 @@ class LocalOptimizer:
 
     Attributes:
         optim: the optimizer.
+        stepped: whether a step was ever taken, here or before the loaded state was saved.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class LocalOptimizer:
         self._step_dtype = step_dtype
         self.optim = make(self._groups())
         check_optimizer(self.optim, len(exposed))
+        self.stepped = False
 
     def _held(self) -> list[Held]:
         """Return this rank's pieces of each group."""
@@ -93,7 +95,9 @@ class LocalOptimizer:
         if closure is not None:
             kwargs["closure"] = closure
         with self._no_empty_groups(self.optim, gradients_follow=closure is not None):
-            return self.optim.step(**kwargs)
+            result = self.optim.step(**kwargs)
+        self.stepped = True
+        return result
 
     def set_mode(self, mode: str, /, *args: Any, **kwargs: Any) -> None:
         """Call the optimizer's `train` or `eval`."""

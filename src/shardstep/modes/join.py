@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from shardstep.comm import Comm, all_gather_json
 from shardstep.params.storage import flat
 from shardstep.plan import ShardPlan
 
 
+class JoinContext:
+    """The `Join` context that an optimizer takes part in, if any.
+
+    Args:
+        joinable: the optimizer.
+
+    Attributes:
+        shadowing: whether this rank has run out of data and shadows a step of the others.
+    """
+
+    def __init__(self, joinable: Joinable) -> None:
+        self._joinable = joinable
+        self.shadowing = False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether a `Join` context is active."""
+        return bool(self._joinable._join_config.enable)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the optimizer is the first in `Join([...])`."""
+        return bool(self._joinable._join_config.is_first_joinable)
+
+    def notify(self) -> None:
+        """Tell joined ranks that this one still has data. Called on every rank that has."""
+        Join.notify_join_context(self._joinable)
+
+    @contextmanager
+    def shadow(self) -> Iterator[None]:
+        """Mark what is done meanwhile as shadowed."""
+        self.shadowing = True
+        try:
+            yield
+        finally:
+            self.shadowing = False
+
+
 class _ZeROJoinHook(JoinHook):
     """Shadows what the ranks that still have data do.
 
-    A joined rank goes on owning its part of the state, so it has to go on updating it.
+    A joined rank still owns its part of the state, so it has to go on updating it.
 
     Args:
         shadow: takes part in the next thing that those ranks do.
@@ -31,20 +70,20 @@ class _ZeROJoinHook(JoinHook):
 
 
 def announced(comm: Comm, own: list[Any] | None) -> tuple[list[Any], int]:
-    """What the ranks that have data are about to do. Called on every rank.
+    """Exchange what the ranks that have data are about to do. Called on every rank.
 
     Args:
         comm: the ranks.
-        own: what this rank is about to do; None if it has no data.
+        own: the next action of this rank; None if it has no data.
 
     Returns:
-        What they are about to do, and the first of them.
+        The next action, and the first rank that has data.
 
     Raises:
-        RuntimeError: on every rank, if they are not about to do the same.
+        RuntimeError: on every rank, if ranks announce different actions.
     """
     said = all_gather_json(comm, own)
-    active = [rank for rank, what in enumerate(said) if what is not None]
+    active = [rank for rank, action in enumerate(said) if action is not None]
     if any(said[rank] != said[active[0]] for rank in active):
         raise RuntimeError(
             f"rank {comm.group_rank}: ranks are about to do different things: {said}"
@@ -53,9 +92,9 @@ def announced(comm: Comm, own: list[Any] | None) -> tuple[list[Any], int]:
 
 
 def options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What can be told of the groups' options: numbers, words and short tensors.
+    """Return the options of groups that JSON can hold: numbers, strings and scalars.
 
-    A rank without data runs no schedulers any more, and needs the options of one that does.
+    A joined rank runs no schedulers, and needs the options of a rank that does.
     """
 
     def plain(value: Any) -> bool:
@@ -76,7 +115,7 @@ def options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def take_options(
     groups: Sequence[MutableMapping[str, Any]], told: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write what `options_of` told of another rank's groups into these."""
+    """Write options from `options_of` on another rank into these groups."""
     for group, options in zip(groups, told, strict=True):
         for key, value in options.items():
             before = group.get(key)
@@ -92,11 +131,11 @@ def provide_gradients(
     groups: Sequence[MutableMapping[str, Any]],
     joined: bool,
 ) -> None:
-    """Give each joined rank the gradients of what it owns and the options to step on them with.
+    """Send each joined rank the gradients of its pieces, and the options of the groups.
 
     Called on every rank, before a step. DDP shadows its reductions on a joined rank but does not
-    put their results into `param.grad` there: what that holds is left over from the rank's last
-    batch, and a step on it would be wrong without anybody noticing.
+    put their results into `param.grad` there. It still holds the gradient of the rank's last batch,
+    and a step on that would be silently wrong.
 
     Args:
         comm: the ranks.
@@ -120,8 +159,8 @@ def provide_gradients(
     without, sparse, options = said[source]
     if sparse:
         raise ValueError(
-            f"parameter {plan.specs[sparse[0]].name!r} has a sparse gradient, which ranks that "
-            "have run out of data cannot be given"
+            f"parameter {plan.specs[sparse[0]].name!r} has a sparse gradient, which cannot be sent "
+            "to joined ranks"
         )
     if joined:
         take_options(groups, options)

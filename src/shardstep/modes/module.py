@@ -1,7 +1,8 @@
-"""Ties a module to its optimizer: common starting values, common buffers, and two hooks.
+"""`module=` mode (ZeRO-2): the optimizer replaces DDP.
 
-This is what stands in for the DDP wrapper in ZeRO-2. The module stays as it is; it is watched at
-its root only, for the start of a forward pass and for the start of the backward pass through it.
+All ranks start from rank 0's values. Gradients are reduced to their owners while backward runs, and
+parameters are gathered while the next forward runs. The module stays as it is; two hooks at its
+root watch for the start of a forward pass and of the backward pass through it.
 """
 
 from __future__ import annotations
@@ -12,26 +13,262 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from shardstep.comm import Comm
 from shardstep.comm.broadcast import broadcast
+from shardstep.gather import OverlappedGather, ParamGather
+from shardstep.gradients import AutogradFeeder, GradReducer
+from shardstep.gradients.feeders import refuse_watched
+from shardstep.modes.base import Mode
+from shardstep.modes.join import JoinContext, announced, options_of, take_options
+from shardstep.params.inputs import parameters
 from shardstep.params.module_hook import UncopiedHook
 from shardstep.params.names import names_in
+from shardstep.params.sharded_params import ShardedParams
+
+
+class ModuleMode(Mode):
+    """Gradients come from autograd; reductions and gathers overlap with the model.
+
+    Args:
+        comm: the ranks.
+        join: the `Join` context of the optimizer.
+        module: the module that the parameters belong to.
+        overlap: whether communication overlaps with backward and forward.
+        broadcast_buffers: whether buffers follow those of one rank, as DDP's do.
+    """
+
+    reduces_gradients = True
+    names_are_of_module = True
+
+    def __init__(
+        self,
+        comm: Comm,
+        join: JoinContext,
+        module: torch.nn.Module,
+        overlap: bool,
+        broadcast_buffers: bool,
+    ) -> None:
+        super().__init__(comm, join)
+        self._module = module
+        self._overlap = overlap
+        self._broadcast_buffers = broadcast_buffers
+        # Whether a forward pass may have changed the buffers of each rank in its own way.
+        self._buffers_differ = False
+        self._buffer_source = 0
+        self._handles: list[Any] = []
+
+    # ------------------------------------------------------------------------------ construction
+
+    @override
+    def check(self) -> None:
+        check_membership(self._module, parameters(self.groups))
+        refuse_watched(self._module.named_parameters())
+
+    @override
+    def describe(self) -> list[str]:
+        buffers = [
+            f"buffer {name!r} (shape {tuple(buffer.shape)}, {buffer.dtype})"
+            for name, buffer in self._module.named_buffers()
+        ]
+        return [f"module=, broadcast_buffers={self._broadcast_buffers}", *buffers]
+
+    @override
+    def names(self) -> Mapping[int, str]:
+        return names_in(self._module)
+
+    @override
+    def synchronise_start(self) -> None:
+        # Before the local optimizer is made: a class may note the parameters' values.
+        broadcast(self.comm, self._module.parameters(), source=0)
+        broadcast(self.comm, self._module.buffers(), source=0)
+
+    @override
+    def check_new(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        refuse_watched(named)
+
+    @override
+    def synchronise_new(self, params: Sequence[torch.Tensor]) -> None:
+        broadcast(self.comm, params, source=0)
+
+    @override
+    def connect(self) -> None:
+        # Gathers of one step and reductions of the next overlap, so neither may queue behind the
+        # other. Nor may they meet the traffic of another optimizer in the same group: a backward
+        # pass through two modules may reduce in a different order on each rank.
+        self.gather_comm = self.comm.new_connection()
+        self.comm = self.comm.new_connection()
+
+    @override
+    def make_gradients(self, params: ShardedParams) -> GradReducer:
+        self._reducer = GradReducer(
+            self.comm, params, AutogradFeeder(), self.precision, self._overlap, self._announce
+        )
+        return self._reducer
+
+    @override
+    def make_gather(self, params: ShardedParams) -> ParamGather:
+        if not self._overlap:
+            return super().make_gather(params)
+        return OverlappedGather(self.gather_comm, params, self._module)
+
+    @override
+    def attach(self) -> None:
+        self._handles = [
+            self._module.register_forward_pre_hook(UncopiedHook(self._before_forward)),
+            self._module.register_forward_hook(UncopiedHook(self._after_forward)),
+        ]
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        for handle in self._handles:
+            handle.remove()
+
+    # ---------------------------------------------------------------------- forward and backward
+
+    # Collectives are not for torch.compile to trace: it fails on process groups.
+    @_disable_dynamo
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        self._reducer.check_forward()
+        if torch._C._current_graph_task_id() != -1:
+            return  # activation checkpointing runs this forward pass again, inside backward
+        self.follow()
+        if self._buffers_differ and self._broadcast_buffers:
+            self._announce("buffers", list)
+            self._sync_buffers()
+        # Like DDP, not after a forward pass under no_sync, which communicates nothing.
+        self._buffers_differ = not self._reducer.paused
+
+    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for tensor in tree_leaves(output):
+            # Not on a leaf, such as a parameter that the module returns: it outlives the pass and
+            # would collect a hook at each one.
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(self._backward_starts)  # type: ignore[no-untyped-call]
+
+    def _backward_starts(self, grad: torch.Tensor) -> None:
+        self._reducer.expect_backward()
+
+    def _sync_buffers(self) -> None:
+        """Copy one rank's buffers to all ranks. Called on every rank.
+
+        A forward pass changes them on each rank in its own way. DDP evens them out before the next
+        forward pass. After a step gives that pass the same buffers, and evaluation, which need not
+        run on all ranks, too.
+        """
+        self._buffers_differ = False
+        if self._broadcast_buffers:
+            # `.data`, as under DDP: a backward pass to come may have saved them, and must not fail
+            # on the ranks that were written to while the others wait for it.
+            buffers = (buffer.data for buffer in self._module.buffers())
+            broadcast(self.comm, buffers, self._buffer_source)
+
+    # ----------------------------------------------------------------------------------- the step
+
+    @override
+    def before_step(self) -> None:
+        self._follow_without_gradients()
+        # Reductions that are still to be announced come before the step.
+        self._reducer.collect()
+        self._announce("step", lambda: [options_of(self.groups)])
+
+    @override
+    def after_step(self) -> None:
+        self._sync_buffers()
+
+    @override
+    def zero_grad(self, set_to_none: bool, clear: Callable[[bool], None]) -> None:
+        if not set_to_none:
+            self._announce("zero", list)
+        super().zero_grad(set_to_none, clear)
+        self.follow()
+
+    @override
+    def clip_norm(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    ) -> torch.Tensor:
+        self._follow_without_gradients()
+        return super().clip_norm(max_norm, norm_type, error_if_nonfinite, foreach)
+
+    @override
+    def full_grad(self, param: int) -> torch.Tensor | None:
+        self._follow_without_gradients()
+        return super().full_grad(param)
+
+    def _follow_without_gradients(self) -> None:
+        """Adapt to parameters of another form before gradients are asked for, if there are none.
+
+        Called on every rank. Finding that no rank has gradients takes a round of reductions, which
+        needs the form that parameters have now. Freezing can wait until that is over, and has to: a
+        rank without gradients does not know whether others have some. Joined ranks adapt when they
+        shadow the step.
+        """
+        if self.join.enabled or self.join.shadowing:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            waits = self._reducer.has_gradients() or self.pipeline.params.intact()
+        if not waits:
+            self.follow()
+
+    # -------------------------------------------------------------------------------- uneven inputs
+
+    def _announce(self, kind: str, arguments: Callable[[], list[Any]]) -> None:
+        """Under `Join`, tell joined ranks what to shadow. Called on every rank that has data."""
+        if self.join.shadowing or not self.join.enabled:
+            return
+        if not self.join.is_first:
+            raise RuntimeError(
+                "an optimizer with module= has to be the first in Join([...]): joined ranks shadow "
+                "what it does"
+            )
+        self.join.notify()
+        # Clearing gradients is not announced; all ranks act on those that were not cleared.
+        action = [kind, self._reducer.kept(), arguments()]
+        _, self._buffer_source = announced(self.comm, action)
+
+    @override
+    def shadow(self, step: Callable[[], object], zero_grad: Callable[[bool], object]) -> None:
+        # Buffers follow a rank that still has data to update them with.
+        (kind, kept, arguments), self._buffer_source = announced(self.comm, None)
+        self._reducer.keep(kept)
+
+        def shadow_step(options: list[dict[str, Any]]) -> None:
+            take_options(self.groups, options)
+            step()
+
+        actions: dict[str, Callable[..., object]] = {
+            "round": self._reducer.shadow_round,
+            "clip": self._reducer.shadow_clip,
+            "unscale": self._reducer.shadow_unscale,
+            "zero": lambda: zero_grad(False),
+            "buffers": self._sync_buffers,
+            "step": shadow_step,
+        }
+        with self.join.shadow():
+            actions[kind](*arguments)
 
 
 def check_membership(module: torch.nn.Module, params: Sequence[torch.Tensor]) -> None:
-    """Make sure that the optimizer and the module are about the same parameters.
+    """Raise unless the optimizer and the module have the same trainable parameters.
 
     Raises:
         ValueError: if the optimizer has a parameter that is not the module's, or lacks one that
-            trains: nobody would synchronise its gradient. If there is a DDP wrapper: two would.
+            trains, whose gradient would not be synchronised; if the module contains a DDP wrapper,
+            which would reduce the same gradients.
     """
     for name, part in module.named_modules():
         if isinstance(part, DistributedDataParallel):
-            where = f", here at {name!r}" if name else ""
+            where = f" at {name!r}" if name else ""
             raise ValueError(
                 "module= replaces DDP, which would reduce the same gradients; pass the module "
-                f"inside of the wrapper{where}, and call that one"
+                f"inside the wrapper{where}, and call that one"
             )
     given = {id(param) for param in params}
     names = names_in(module)
@@ -47,107 +284,3 @@ def check_membership(module: torch.nn.Module, params: Sequence[torch.Tensor]) ->
                 f"parameter {name!r} of the module trains but was not given to the optimizer, so "
                 "its gradient would not be synchronised; pass it too, or freeze it"
             )
-
-
-def describe_buffers(module: torch.nn.Module) -> list[str]:
-    """One line per buffer, for ranks to compare."""
-    return [
-        f"buffer {name!r} (shape {tuple(buffer.shape)}, {buffer.dtype})"
-        for name, buffer in module.named_buffers()
-    ]
-
-
-def broadcast_start(comm: Comm, module: torch.nn.Module) -> None:
-    """Make rank 0's parameters and buffers everyone's. Called on every rank."""
-    broadcast(comm, module.parameters(), source=0)
-    broadcast(comm, module.buffers(), source=0)
-
-
-class ModuleTie:
-    """The hooks at a module's root, and its buffers.
-
-    Args:
-        module: the module.
-        comm: the ranks.
-        broadcast_buffers: whether buffers follow those of one rank, as DDP's do.
-        before_forward: called before a forward pass that may be trained on; says whether the
-            backward pass through it will be synchronised.
-        expect_backward: called within the backward pass through the module's outputs.
-        announce: called before buffers are synchronised in a forward pass.
-    """
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        comm: Comm,
-        broadcast_buffers: bool,
-        before_forward: Callable[[], bool],
-        expect_backward: Callable[[], None],
-        announce: Callable[[], None],
-    ) -> None:
-        self._module = module
-        self._comm = comm
-        self._broadcast_buffers = broadcast_buffers
-        self._before_forward = before_forward
-        self._expect_backward = expect_backward
-        self._announce = announce
-        self._apart = False
-        self.source = 0
-        self._handles = [
-            module.register_forward_pre_hook(UncopiedHook(self._pre_forward)),
-            module.register_forward_hook(UncopiedHook(self._post_forward)),
-        ]
-
-    def sync_buffers(self) -> None:
-        """Make one rank's buffers everyone's. Called on every rank, after a step.
-
-        A forward pass changes them on each rank in its own way. DDP evens them out before the next
-        forward pass; doing it here gives that pass the same buffers, and evaluation, which need not
-        run on all ranks, too.
-        """
-        self._apart = False
-        if self._broadcast_buffers:
-            # `.data`, as under DDP: a backward pass to come may have saved them, and is not to fail
-            # on the ranks that were written to, while the others wait for it.
-            broadcast(self._comm, (buffer.data for buffer in self._module.buffers()), self.source)
-
-    # Collectives are not for torch.compile to trace: it fails on process groups.
-    @_disable_dynamo
-    def _pre_forward(self, module: torch.nn.Module, args: Any) -> None:
-        if not (torch.is_grad_enabled() and module.training):
-            return
-        synchronised = self._before_forward()
-        # Not in a forward pass that activation checkpointing runs again inside backward.
-        if torch._C._current_graph_task_id() == -1:
-            if self._apart and self._broadcast_buffers:
-                self._announce()
-                self.sync_buffers()
-            # Like DDP, not behind a forward pass under no_sync: it is to communicate nothing.
-            self._apart = synchronised
-
-    def _post_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            for tensor in _tensors(output):
-                # Not on a leaf, such as a parameter that is handed out: it outlives the pass, and
-                # would collect a hook at every one. Nothing of the module lies behind it.
-                if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(self._backward_starts)  # type: ignore[no-untyped-call]
-
-    def _backward_starts(self, grad: torch.Tensor) -> None:
-        self._expect_backward()
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

@@ -1,17 +1,17 @@
-"""What an optimizer steps on in place of a 16-bit piece: the same elements in fp32.
+"""Tensors that the optimizer steps on in place of 16-bit pieces: the same elements in fp32.
 
-Two kinds, with the same methods: `Masters` stay from one step to the next, and what the model sees
-is their rounding; `Copies` are made for a step from what the model sees, and rounded at random.
+Two kinds implement `StepTensors`. `Masters` are kept from step to step, and the model sees them
+rounded. `StepCopies` exist during a step only, and are rounded stochastically.
 
 Note [Writes to a parameter that has a master]
 
 A user may write to a parameter between two steps: load a checkpoint, clamp weights, swap an average
-in. The master does not know, and its rounding, at the end of the next step, would undo the write
-without a word. So before each step the parameter's piece is compared with the rounding of the
-master, and where an element differs in a bit, the master takes the parameter's value. It costs one
-pass over this rank's share, and nothing gets past it: an autograd version counter would be cheaper,
-but does not see writes through `.data`. A write of the very value that the parameter has is no
-change, and the master keeps what it knows beyond the parameter's precision.
+in. The master does not know, and its rounding at the end of the next step would silently undo the
+write. So before each step the piece is compared with the rounding of its master. Where an element
+differs in a bit, the master takes the parameter's value. This costs one pass over this rank's
+pieces and misses nothing. An autograd version counter would be cheaper, but does not see writes
+through `.data`. A write of the value that the parameter already has is no change: the master keeps
+its extra precision.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from shardstep.params.dtensor import local_part
 from shardstep.params.stochastic_rounding import StochasticRounding
@@ -29,39 +30,39 @@ from shardstep.plan import Piece
 from shardstep.plan.placement import aligned
 
 CHUNK = 1 << 18
-"""How many elements are compared at a time on a CPU: few enough to stay in its cache."""
+"""Elements compared at a time on a CPU: few enough to stay in its cache."""
 
 
 class StepTensors(Protocol):
     """Tensors of a wider dtype than the parameters they stand for."""
 
     def __contains__(self, param: object) -> bool:
-        """Whether this rank's piece of the parameter with this number has one."""
+        """Return whether this rank's piece of this parameter has one."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them, while they are there."""
+        """Bytes of all of them while they exist."""
 
     def place(self, piece: Piece) -> torch.Tensor:
-        """Where the optimizer's tensor for `piece` lies: flat, or in the parameter's shape."""
+        """Return the tensor for `piece`: flat, or in the parameter's shape for an entire one."""
 
     def repoint(self) -> None:
         """Follow the parameters to where their data lies now."""
 
-    def begin(self) -> bool:
-        """A step is to come: hold what the parameters hold. Returns whether places have changed."""
+    def refresh(self) -> bool:
+        """Take the parameters' values before a step. Return whether tensors have moved."""
 
-    def settle(self, among: Container[int] | None = None) -> None:
-        """Round into the parameters with these numbers, or all."""
+    def write_back(self, among: Container[int] | None = None) -> None:
+        """Round into these parameters, or into all."""
 
-    def end(self) -> bool:
-        """The step is over. Returns whether places have changed."""
+    def release(self) -> bool:
+        """Free what only the step needed. Return whether tensors have moved."""
 
     def values(self) -> dict[int, torch.Tensor]:
-        """What is worth keeping beyond the parameters, by number of the parameter."""
+        """Return what must be saved beyond the parameters, by parameter number."""
 
-    def take(self, values: Mapping[int, torch.Tensor] | None) -> None:
-        """Hold these instead, of those that this has; None for what the parameters hold."""
+    def set_values(self, values: Mapping[int, torch.Tensor] | None) -> None:
+        """Copy these in, for the parameters this has; None takes the parameters' values."""
 
 
 @dataclass(slots=True)
@@ -70,8 +71,8 @@ class _Stretch:
 
     Attributes:
         pieces: the pieces, by ascending offset.
-        offsets: where each lies in `wide`.
-        numel: how many elements they take together, padding included.
+        offsets: where each starts in `wide`.
+        numel: elements of all of them, padding included.
         wide: their elements in the wider dtype, flat.
     """
 
@@ -81,13 +82,13 @@ class _Stretch:
     wide: torch.Tensor | None = None
 
 
-class _Laid:
-    """What both kinds have in common: pieces laid back to back, and where they lie in parameters.
+class _WidePieces(StepTensors):
+    """Pieces laid back to back in a wider dtype, and where they lie in their parameters.
 
     Args:
-        pieces: those of this rank's pieces that are to have a tensor of a wider dtype.
+        pieces: the pieces of this rank that are stepped on in a wider dtype.
         params: all parameters, in the plan's order.
-        dtypes: the wider dtype, by number of the parameter.
+        dtypes: the wider dtype by parameter number.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class _Laid:
     ) -> None:
         self._params = params
         self._dtypes = dtypes
-        # Those of the plan, whatever the parameters have by the time that there is another one.
+        # The plan's strides: a parameter may get others before there is another plan.
         self._strides = {p.param: local_part(params[p.param]).stride() for p in pieces}
         self._stretches: list[_Stretch] = []
         self._found: dict[int, tuple[_Stretch, int]] = {}
@@ -119,7 +120,7 @@ class _Laid:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, while they are there."""
+        """Bytes of all tensors while they exist."""
         return sum(
             stretch.numel * self._dtypes[stretch.pieces[0].param].itemsize
             for stretch in self._stretches
@@ -131,17 +132,17 @@ class _Laid:
             stretch.numel, dtype=self._dtypes[first], device=self._params[first].device
         )
 
-    def _look(self) -> None:
+    def _find_narrow(self) -> None:
         """Remember where each piece lies in its parameter."""
         for stretch in self._stretches:
             for piece in stretch.pieces:
-                # `.data`: a parameter that is written back unchanged is not to look changed to
-                # autograd. Those that a step has changed are told so by the optimizer.
+                # `.data`: writing back an unchanged parameter must not look like a change to
+                # autograd. The pipeline marks those that a step has changed.
                 whole = flat(local_part(self._params[piece.param]).data)
                 self._narrow[piece.param] = whole[piece.param_interval.slice]
 
     def place(self, piece: Piece) -> torch.Tensor:
-        """Where the optimizer's tensor for `piece` lies."""
+        """Return the tensor for `piece`: flat, or in the parameter's shape for an entire one."""
         stretch, offset = self._found[piece.param]
         assert stretch.wide is not None
         if piece.entire:
@@ -150,13 +151,13 @@ class _Laid:
         return stretch.wide[offset : offset + piece.param_interval.numel]
 
 
-class Masters(_Laid):
-    """Kept from step to step. Without pieces, it does nothing.
+class Masters(_WidePieces):
+    """Wide copies that are kept from step to step.
 
     Args:
-        pieces: those of this rank's pieces that are to have a master.
+        pieces: the pieces of this rank that have a master.
         params: all parameters, in the plan's order.
-        dtypes: the masters' dtype, by number of the parameter.
+        dtypes: the masters' dtype by parameter number.
     """
 
     def __init__(
@@ -169,20 +170,20 @@ class Masters(_Laid):
         for stretch in self._stretches:
             stretch.wide = self._allocate(stretch)
         self.repoint()
-        self.take(None)
+        self.set_values(None)
 
     def repoint(self) -> None:
-        """Follow the parameters, and find where several of them lie back to back."""
-        self._look()
+        """Follow the parameters, and join pieces that lie back to back into runs."""
+        self._find_narrow()
         self._runs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for stretch in self._stretches:
             assert stretch.wide is not None
             stretch.wide = stretch.wide.to(self._params[stretch.pieces[0].param].device)
             for piece, offset in zip(stretch.pieces, stretch.offsets, strict=True):
-                self._add(piece.param, stretch.wide, offset)
+                self._add_run(piece.param, stretch.wide, offset)
 
-    def _add(self, param: int, wide: torch.Tensor, offset: int) -> None:
-        """Make this piece a run of its own, or part of the last one if it lies right behind it."""
+    def _add_run(self, param: int, wide: torch.Tensor, offset: int) -> None:
+        """Append this piece as a run, or extend the last run if it is adjacent in memory."""
         narrow = self._narrow[param]
         if self._runs:
             last, before = self._runs[-1]
@@ -201,17 +202,16 @@ class Masters(_Laid):
                 return
         self._runs.append((wide[offset : offset + narrow.numel()], narrow))
 
-    def begin(self) -> bool:
+    def refresh(self) -> bool:
         """See Note [Writes to a parameter that has a master]."""
         for wide, narrow in self._runs:
-            # An accelerator is not asked whether anything has changed: it would have to be waited
-            # for.
+            # On an accelerator, asking whether anything has changed would synchronise.
             chunk = CHUNK if wide.device.type == "cpu" else max(1, wide.numel())
             for start in range(0, wide.numel(), chunk):
-                _follow(wide[start : start + chunk], narrow[start : start + chunk])
+                _refresh(wide[start : start + chunk], narrow[start : start + chunk])
         return False
 
-    def settle(self, among: Container[int] | None = None) -> None:
+    def write_back(self, among: Container[int] | None = None) -> None:
         """Round to nearest."""
         pairs = self._runs
         if among is not None:
@@ -225,15 +225,14 @@ class Masters(_Laid):
             wides, narrows = map(list, zip(*pairs, strict=True))
             torch._foreach_copy_(narrows, wides)
 
-    def end(self) -> bool:
-        """Nothing: they stay."""
+    @override
+    def release(self) -> bool:
         return False
 
     def values(self) -> dict[int, torch.Tensor]:
-        """Each master, in step with its parameter, wherever that lies now.
+        """Return each master, refreshed from its parameter.
 
-        A parameter that has another form by now, for which there is no plan yet, is not compared
-        with: what lies where it was is not the parameter any more.
+        A parameter that has changed its form since the plan was made is not compared with.
         """
         values = {}
         for stretch in self._stretches:
@@ -242,11 +241,11 @@ class Masters(_Laid):
                 param, before = local_part(self._params[piece.param]), self._narrow[piece.param]
                 form = (param.stride(), param.dtype, param.device)
                 if form == (self._strides[piece.param], before.dtype, before.device):
-                    _follow(flat(master), flat(param.data)[piece.param_interval.slice])
+                    _refresh(flat(master), flat(param.data)[piece.param_interval.slice])
         return values
 
-    def take(self, values: Mapping[int, torch.Tensor] | None) -> None:
-        """Hold these, or what the parameters hold."""
+    def set_values(self, values: Mapping[int, torch.Tensor] | None) -> None:
+        """Copy these in; None takes the parameters' values."""
         if values is None:
             for wide, narrow in self._runs:
                 wide.copy_(narrow)
@@ -257,14 +256,14 @@ class Masters(_Laid):
                     self.place(piece).copy_(values[piece.param])
 
 
-class StepCopies(_Laid):
-    """Made for a step and rounded at random; between steps there is nothing.
+class StepCopies(_WidePieces):
+    """Wide copies that exist during a step and are rounded stochastically.
 
     Args:
-        pieces: those of this rank's pieces that are to be stepped on in a wider dtype.
+        pieces: the pieces of this rank that are stepped on in a wider dtype.
         params: all parameters, in the plan's order.
-        dtypes: that dtype, by number of the parameter.
-        rounding: how they are rounded.
+        dtypes: that dtype by parameter number.
+        rounding: the sequence of roundings.
     """
 
     def __init__(
@@ -279,25 +278,22 @@ class StepCopies(_Laid):
         self.repoint()
 
     def place(self, piece: Piece) -> torch.Tensor:
-        """During a step, the copy; between steps, something of its form without memory."""
+        """Return the copy during a step; between steps, a NaN placeholder without memory."""
         if self._found[piece.param][0].wide is not None:
             return super().place(piece)
-        if piece.param not in self._nothing:
+        if piece.param not in self._placeholders:
             param = local_part(self._params[piece.param])
             shape = param.shape if piece.entire else (piece.param_interval.numel,)
-            # Not a number: whoever takes it for the parameter is to notice.
-            nothing = torch.full(
-                (), torch.nan, dtype=self._dtypes[piece.param], device=param.device
-            )
-            self._nothing[piece.param] = nothing.expand(shape)
-        return self._nothing[piece.param]
+            nan = torch.full((), torch.nan, dtype=self._dtypes[piece.param], device=param.device)
+            self._placeholders[piece.param] = nan.expand(shape)
+        return self._placeholders[piece.param]
 
     def repoint(self) -> None:
         """Follow the parameters."""
-        self._look()
-        self._nothing: dict[int, torch.Tensor] = {}
+        self._find_narrow()
+        self._placeholders: dict[int, torch.Tensor] = {}
 
-    def begin(self) -> bool:
+    def refresh(self) -> bool:
         """Copy the parameters' pieces."""
         self._rounding.step += 1
         for stretch in self._stretches:
@@ -307,8 +303,8 @@ class StepCopies(_Laid):
             torch._foreach_copy_(wide, narrow)
         return bool(self._stretches)
 
-    def settle(self, among: Container[int] | None = None) -> None:
-        """Round at random; again in the same step gives the same."""
+    def write_back(self, among: Container[int] | None = None) -> None:
+        """Round stochastically; repeating it in the same step gives the same result."""
         for stretch in self._stretches:
             assert stretch.wide is not None
             for piece, offset in zip(stretch.pieces, stretch.offsets, strict=True):
@@ -321,22 +317,23 @@ class StepCopies(_Laid):
                         piece.param_interval.start,
                     )
 
-    def end(self) -> bool:
-        """Let the copies go."""
+    def release(self) -> bool:
+        """Free the copies."""
         for stretch in self._stretches:
             stretch.wide = None
         return bool(self._stretches)
 
+    @override
     def values(self) -> dict[int, torch.Tensor]:
-        """Nothing is kept."""
         return {}
 
-    def take(self, values: Mapping[int, torch.Tensor] | None) -> None:
-        """Nothing is kept."""
+    @override
+    def set_values(self, values: Mapping[int, torch.Tensor] | None) -> None:
+        pass
 
 
-def _follow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
-    """Take over those elements of `narrow` that are not the rounding of `wide`."""
+def _refresh(wide: torch.Tensor, narrow: torch.Tensor) -> None:
+    """Copy those elements of `narrow` that are not the rounding of `wide`."""
     bits = {2: torch.int16, 4: torch.int32}.get(narrow.itemsize, torch.uint8)
     rounded, given = wide.to(narrow.dtype).view(bits), narrow.view(bits)
     if wide.device.type == "cpu" and _same(rounded, given):
@@ -347,7 +344,7 @@ def _follow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two flat CPU tensors hold the same; eight bytes at a time if that is possible."""
+    """Return whether two flat CPU tensors are equal, comparing eight bytes at a time."""
     fits = all(
         tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0
         for tensor in (a, b)

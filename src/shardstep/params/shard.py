@@ -9,138 +9,129 @@ import torch
 from shardstep.params.dtensor import is_dtensor, local_part
 from shardstep.params.masters import StepTensors
 from shardstep.params.storage import flat
-from shardstep.plan import Piece, ShardPlan
+from shardstep.plan import Piece
 
-Widen = Callable[[Sequence[Piece], Sequence[torch.Tensor]], StepTensors]
-"""Makes the tensors of a wider dtype, for those of a rank's pieces that are to have one."""
-
-
-LetGo = Callable[[torch.Tensor, int], None]
-"""Given a tensor and the address of its memory, sees to it that nobody else uses that."""
+FreeMemory = Callable[[torch.Tensor, int], None]
+"""Given a tensor and an address, moves the tensor's state away from that address."""
 
 
 class Shard:
-    """What one rank owns under a plan.
+    """The tensors that one rank's optimizer steps on.
 
-    A piece that is part of a parameter is a flat view of it. A piece that is a whole parameter is
-    the parameter itself, whose gradient is where the optimizer looks for it and whose state is
-    keyed as the user expects; or, with `apart`, a tensor beside it that shares its memory, for when
-    the gradient of the piece is not what the user sees in `param.grad`. A DTensor is its local
-    tensor here, and always has one beside it. Where a piece has a tensor of a wider dtype to be
-    stepped on, it is that, in memory of its own.
+    A piece that is part of a parameter is a flat view of it. A piece that is an entire parameter is
+    the parameter itself, so that the optimizer finds `param.grad` and keys its state as the user
+    expects. With `separate`, it is another tensor on the same memory, because the gradient of the
+    piece is not what the user sees in `param.grad`. A DTensor is represented by its local tensor. A
+    piece with a step tensor of a wider dtype is that tensor.
 
     Args:
-        plan: the placement.
-        params: all parameters of the optimizer, in the plan's order.
-        group_rank: whose pieces these are.
-        apart: whether whole parameters too get a tensor of their own.
-        widen: makes the tensors of a wider dtype.
+        pieces: this rank's pieces, by parameter number.
+        params: all parameters, in the plan's order.
+        separate: whether entire parameters get a tensor of their own.
+        wide: the step tensors of a wider dtype.
     """
 
     def __init__(
         self,
-        plan: ShardPlan,
+        pieces: Sequence[Piece],
         params: Sequence[torch.Tensor],
-        group_rank: int,
-        apart: bool,
-        widen: Widen,
+        separate: bool,
+        wide: StepTensors,
     ) -> None:
         self._params = params
-        self._apart = apart
-        self.pieces = tuple(sorted(plan.pieces(group_rank), key=lambda piece: piece.param))
-        self._wide = widen(self.pieces, params)
-        self._tensors = {piece.param: self._make(piece) for piece in self.pieces}
+        self._separate = separate
+        self._wide = wide
+        self.pieces = pieces
+        self._tensors = {piece.param: self._make(piece) for piece in pieces}
         self.views = [
             (piece, tensor) for piece, tensor in self if tensor is not params[piece.param]
         ]
-        self._widened = [(piece, tensor) for piece, tensor in self if piece.param in self._wide]
-        self._remember()
+        self._widened = [(piece, tensor) for piece, tensor in self if piece.param in wide]
+        self._remember_addresses()
 
     def _make(self, piece: Piece) -> torch.Tensor:
         param = self._params[piece.param]
-        apart = self._apart or piece.param in self._wide or is_dtensor(param)
-        if piece.entire and not apart:
+        separate = self._separate or piece.param in self._wide or is_dtensor(param)
+        if piece.entire and not separate:
             return param
         return torch.nn.Parameter(self._view(piece), requires_grad=param.requires_grad)
 
     def _view(self, piece: Piece) -> torch.Tensor:
-        """Where the piece lies: in its parameter's memory, or in that of its wider tensor."""
+        """Return the piece's memory: in its parameter, or in its wider step tensor."""
         if piece.param in self._wide:
             return self._wide.place(piece)
         param = local_part(self._params[piece.param])
         return param.detach() if piece.entire else flat(param)[piece.param_interval.slice]
 
-    def _remember(self) -> None:
+    def _remember_addresses(self) -> None:
         self._addresses = [tensor.data_ptr() for tensor in self._tensors.values()]
 
     def __iter__(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Each piece and what the local optimizer steps on for it, by number of the parameter."""
+        """Yield each piece with the tensor that is stepped on, by parameter number."""
         return ((piece, self._tensors[piece.param]) for piece in self.pieces)
 
     def in_group(self, params: range) -> list[tuple[int, torch.Tensor]]:
-        """The pieces of the parameters numbered `params`, each with its parameter's number."""
+        """Return the tensors of these parameters, each with its parameter's number."""
         return [(index, self._tensors[index]) for index in params if index in self._tensors]
 
     def repoint(self) -> None:
-        """Follow the parameters to where their data lies now, keeping the piece objects."""
+        """Follow the parameters to where their data lies now; the tensor objects stay."""
         self._wide.repoint()
-        self._place(self.views)
+        self._point(self.views)
 
-    def _place(self, views: Iterable[tuple[Piece, torch.Tensor]]) -> None:
+    def _point(self, views: Iterable[tuple[Piece, torch.Tensor]]) -> None:
         for piece, tensor in views:
             tensor.data = self._view(piece)
-        self._remember()
+        self._remember_addresses()
 
-    def begin(self) -> None:
-        """A step is to come: let every tensor hold what its parameter holds."""
-        if self._wide.begin():
-            self._place(self._widened)
+    def refresh(self) -> None:
+        """Give every step tensor its parameter's value, before a step."""
+        if self._wide.refresh():
+            self._point(self._widened)
 
-    def settle(self, let_go: LetGo, among: Container[int] | None = None) -> bool:
-        """Let the parameters hold what an optimizer has made of the tensors of their pieces.
+    def write_back(self, free_memory: FreeMemory, among: Container[int] | None = None) -> bool:
+        """Write updated step tensors back to their parameters.
 
         Args:
-            let_go: called for each tensor that was given other memory, before its own is used
-                again.
-            among: the numbers of the parameters that were stepped on; None for all.
+            free_memory: called for each tensor that the optimizer pointed at other memory.
+            among: the parameters that were stepped on; None for all.
 
         Returns:
-            Whether any parameter of this shard has moved.
+            Whether the optimizer has moved a parameter of this shard.
         """
-        moved = self._take_back(let_go)
-        self._wide.settle(among)
+        moved = self._copy_reassigned(free_memory)
+        self._wide.write_back(among)
         return moved
 
-    def end(self) -> None:
-        """The step is over: let go of what was there for it alone."""
-        if self._wide.end():
-            self._place(self._widened)
+    def release(self) -> None:
+        """Free what only the step needed."""
+        if self._wide.release():
+            self._point(self._widened)
 
     def masters(self) -> dict[int, torch.Tensor]:
-        """The masters of the pieces that have one, by number of the parameter.
+        """Return this rank's masters by parameter number, in use and not copied.
 
-        Flat for a part of a parameter, in the parameter's shape for an entire one; not copies.
+        A master is flat for a part of a parameter, in the parameter's shape for an entire one.
         """
         return self._wide.values()
 
     @property
     def wide_nbytes(self) -> int:
-        """Bytes of the tensors of a wider dtype, while they are there."""
+        """Bytes of the step tensors of a wider dtype, while they exist."""
         return self._wide.nbytes
 
-    def take_masters(self, masters: Mapping[int, torch.Tensor] | None) -> None:
-        """Copy these into the masters of the pieces that have one; None: make them anew."""
-        self._wide.take(masters)
+    def set_masters(self, masters: Mapping[int, torch.Tensor] | None) -> None:
+        """Copy these into the masters; None makes the masters from the parameters."""
+        self._wide.set_values(masters)
 
-    def _take_back(self, let_go: LetGo) -> bool:
-        """Take back what an optimizer wrote beside its tensors instead of into them.
+    def _copy_reassigned(self, free_memory: FreeMemory) -> bool:
+        """Copy back the values of tensors that the optimizer pointed at other memory.
 
-        Some optimizers assign `p.data` a new tensor. Where `p` is a view of a parameter, the values
-        are copied to where they belong; where it is the parameter, that has moved, as the
-        optimizer wanted.
+        Some optimizers assign `p.data` a new tensor. If `p` is a view of a parameter, its values
+        are copied to where they belong. If it is the parameter, the parameter has moved.
 
         Returns:
-            Whether any parameter of this shard has moved.
+            Whether a parameter of this shard has moved.
         """
         now = [tensor.data_ptr() for tensor in self._tensors.values()]
         if now == self._addresses:
@@ -148,7 +139,7 @@ class Shard:
         before = dict(zip(self._tensors, self._addresses, strict=True))
         for index, tensor in self._tensors.items():
             if tensor.data_ptr() != before[index]:
-                let_go(tensor, before[index])
+                free_memory(tensor, before[index])
         for piece, tensor in self.views:
             if tensor.data_ptr() != before[piece.param]:
                 self._view(piece).copy_(tensor.detach())

@@ -1,46 +1,49 @@
-"""State follows its parameters from one plan to another, and into another order in memory.
+"""Moving state from one plan to another, and refusing changes that would lose something.
 
-Elements are numbered as they lie in memory. Where a parameter has changed its memory format, the
-numbers of the two plans mean different elements of it, and no interval of the one is an interval of
-the other: its state is put together whole, and cut anew.
+Elements are numbered as they lie in memory. If a parameter has changed its memory format, the
+numbers of the two plans mean different elements. Its state is gathered whole then, and cut again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch.optim import Optimizer
+
 from shardstep.comm import Comm
-from shardstep.plan import Holding, Interval, ShardPlan
-from shardstep.state.exchange import Device, move_state
+from shardstep.local.multi_class import optimizer_name
+from shardstep.local.unmovable_state import find_unmovable_state
+from shardstep.plan import Holding, Interval, ParamSpec, ShardPlan
+from shardstep.state.exchange import move_state
+from shardstep.state.state_dict import device_of
 from shardstep.state.torch_dict import take
 
 
-def follow_plan(
+def move_states(
     comm: Comm,
     before: ShardPlan,
     after: ShardPlan,
     states: Mapping[int, Any],
-    device: Device,
+    params: Sequence[torch.Tensor],
 ) -> dict[int, Any]:
-    """Give every rank the state of what it owns under another plan.
-
-    Called on every rank.
+    """Give every rank the state of its pieces under another plan. Called on every rank.
 
     Args:
         comm: the ranks.
         before: the plan that the state was kept under.
         after: the plan to come, of the same parameters or more.
-        states: this rank's state by parameter, for those it has any for.
-        device: where to put what arrives.
+        states: this rank's states by parameter number.
+        params: all parameters of `after`; the state is put where its parameter is.
 
     Returns:
-        The state of this rank's pieces under `after`, in memory of its own.
+        The states of this rank's pieces under `after`, in memory of their own.
 
     Raises:
         RuntimeError: on every rank, if the state of some parameter cannot be put together.
     """
-    turned = {
+    restrided = {
         param
         for param, (old, new) in enumerate(zip(before.specs, after.specs, strict=False))
         if old.stride != new.stride
@@ -48,7 +51,7 @@ def follow_plan(
 
     def wanted(group_rank: int) -> Holding:
         return {
-            param: Interval(0, after.specs[param].numel) if param in turned else interval
+            param: Interval(0, after.specs[param].numel) if param in restrided else interval
             for param, interval in after.intervals(group_rank).items()
         }
 
@@ -58,10 +61,46 @@ def follow_plan(
         held=[before.intervals(rank) for rank in range(comm.world_size)],
         wanted=[wanted(rank) for rank in range(comm.world_size)],
         states=states,
-        device=device,
+        device=lambda index, leaf: device_of(params[index], leaf),
     )
     mine = after.intervals(comm.group_rank)
     return {
-        param: take(state, mine[param], after.specs[param]) if param in turned else state
+        param: take(state, mine[param], after.specs[param]) if param in restrided else state
         for param, state in moved.items()
     }
+
+
+def refuse_lost_gradients(group_rank: int, what: str, has_gradients: bool) -> None:
+    """Raise if a change would drop gradients that the next step needs."""
+    if has_gradients:
+        raise RuntimeError(
+            f"rank {group_rank}: {what} would lose the gradients that are there for the next step; "
+            "do it before backward, or call zero_grad() first"
+        )
+
+
+def refuse_lost_state(group_rank: int, what: str, optim: Optimizer) -> None:
+    """Raise if `optim` keeps per-parameter state that cannot be moved."""
+    where = find_unmovable_state(optim)
+    if where is not None:
+        raise RuntimeError(
+            f"rank {group_rank}: {what} would lose what {optimizer_name(optim)} keeps of its "
+            f"parameters outside its state ({where}); do it before the optimizer is constructed, "
+            "or construct another one"
+        )
+
+
+def refuse_other_shapes(
+    group_rank: int,
+    before: Sequence[ParamSpec],
+    after: Sequence[ParamSpec],
+    stateful: Collection[int],
+) -> None:
+    """Raise if a parameter with state or a master was given data of another shape."""
+    for index, (old, new) in enumerate(zip(before, after, strict=False)):
+        if old.shape != new.shape and index in stateful:
+            raise RuntimeError(
+                f"rank {group_rank}: parameter {new.name!r} was given data of shape {new.shape} in "
+                f"place of {old.shape}, which its state or master does not fit; construct another "
+                "optimizer"
+            )

@@ -30,6 +30,7 @@ from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Interval
 from shardstep.state.missing_state import warn_of_missing_state
 from shardstep.state.named_dict import numbered
+from shardstep.state.state_dict import run_load_hooks, run_state_dict_hooks
 from shardstep.state.torch_dict import OURS, install
 from shardstep.state.tree import Leaf, decode
 
@@ -80,8 +81,8 @@ class Sharded:
             RuntimeError: on every rank, if the state cannot be described.
             TypeError: on every rank, for DTensor parameters.
         """
-        return self._optimizer.shards.run_state_dict_hooks(
-            lambda: _make_sharded_dict(self._optimizer, self._param_names)
+        return run_state_dict_hooks(
+            self._optimizer, lambda: _make_sharded_dict(self._optimizer, self._param_names)
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -92,7 +93,7 @@ class Sharded:
         """
         parts = (state_dict.get("state"), state_dict.get("masters"))
         if isinstance(state_dict, _ShardedDict) or contains(parts, Placeholder):
-            self._optimizer.shards.run_load_hooks(state_dict, self._load_sharded)
+            run_load_hooks(self._optimizer, state_dict, self._load_sharded)
         else:
             self._optimizer.load_state_dict(state_dict)
 

@@ -1,0 +1,73 @@
+"""The interface of a gather, and the gather that is over when it returns."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from typing import Protocol
+
+import torch
+from typing_extensions import override
+
+from shardstep.comm import Comm, Work
+from shardstep.params.storage import ParamStorage
+from shardstep.plan import Bucket, ShardPlan
+
+
+class ParamGather(Protocol):
+    """Sends updated parameters from their owners to all ranks. Called on every rank."""
+
+    def launch(self, buckets: Collection[int] | None = None) -> None:
+        """Launch the all-gathers of these buckets, or of all."""
+
+    def wait(self) -> None:
+        """Wait for every gather in flight."""
+
+    def detach(self) -> None:
+        """Wait for every gather in flight, and remove all hooks."""
+
+
+class ImmediateGather(ParamGather):
+    """Gathers that are over when `launch` returns.
+
+    Buckets travel in the plan's order, as many at a time as the storage has buffers for.
+
+    Args:
+        comm: the ranks.
+        plan: the placement.
+        storage: where the parameters live.
+    """
+
+    def __init__(self, comm: Comm, plan: ShardPlan, storage: ParamStorage) -> None:
+        self._comm = comm
+        self._plan = plan
+        self._storage = storage
+
+    @override
+    def launch(self, buckets: Collection[int] | None = None) -> None:
+        in_flight: deque[tuple[Bucket, torch.Tensor, Work]] = deque()
+
+        def wait_for_oldest() -> None:
+            bucket, buffer, work = in_flight.popleft()
+            work.wait()
+            self._storage.store(bucket, buffer)
+
+        if self._comm.world_size == 1:
+            return
+        for bucket in self._plan.training_buckets:
+            if buckets is not None and bucket.index not in buckets:
+                continue
+            if len(in_flight) == self._storage.depth:
+                wait_for_oldest()
+            buffer = self._storage.load(bucket)
+            in_flight.append((bucket, buffer, self._comm.all_gather(buffer, bucket.cuts)))
+        while in_flight:
+            wait_for_oldest()
+
+    @override
+    def wait(self) -> None:
+        pass
+
+    @override
+    def detach(self) -> None:
+        pass

@@ -1,0 +1,82 @@
+"""The interface of a gradient source, and what all sources share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from shardstep.params.storage import flat
+from shardstep.plan import Piece
+
+
+class GradientSource(Protocol):
+    """Gives each piece of this rank its gradient. Every method is called on every rank."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for gradients in addition to `param.grad`."""
+
+    def collect(self) -> None:
+        """Give every tensor of this rank's shard its gradient, or None if there is none."""
+
+    def release(self) -> None:
+        """Drop references to gradients after the step."""
+
+    def zero(self, set_to_none: bool) -> None:
+        """Clear the gradients."""
+
+    def clip_norm(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    ) -> torch.Tensor:
+        """Scale all gradients so that their total norm is at most `max_norm`; return the norm."""
+
+    def full(self, param: int) -> torch.Tensor | None:
+        """Return the full gradient of one parameter, or None if it has none."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether gradients are only accumulated on each rank, as under `no_sync()`."""
+
+    def pause(self) -> None:
+        """From now on, only accumulate gradients on each rank."""
+
+    def resume(self) -> None:
+        """Reduce gradients again, accumulated ones included."""
+
+    def has_gradients(self) -> bool:
+        """Return whether dropping this object would lose gradients for the next step."""
+
+    def detach(self) -> None:
+        """Clear the gradients and remove all hooks."""
+
+
+def piece_gradient(
+    grad: torch.Tensor | None, piece: Piece, stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Return the part of a full gradient that belongs to `piece`.
+
+    Args:
+        grad: the gradient of the whole parameter, if it has one.
+        piece: the piece.
+        stride: the strides of the parameter.
+        dtype: the dtype that is stepped on; a copy is made if the gradient has another.
+    """
+    if grad is None:
+        return None
+    part = grad if piece.entire else flat(grad, stride)[piece.param_interval.slice]
+    return part.to(dtype)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> bool:
+    """Call `callback` at the end of the running backward pass.
+
+    Returns:
+        False if there is no such pass; `callback` is not called then.
+    """
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,283 @@
+"""Feeders of a reducer: local gradients from autograd, or from DDP's buckets.
+
+A feeder hands this rank's gradients to the reducer and puts a placeholder into `param.grad` once a
+gradient has been sent.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from typing_extensions import override
+
+from shardstep.gradients.sharded_grad import ShardedGrad
+
+
+class Reducer(Protocol):
+    """The side of a reducer that a feeder sees.
+
+    Attributes:
+        params: all parameters, in the plan's order.
+        trained: the numbers of the parameters that train.
+        placeholders: the placeholder of each parameter that trains.
+        widened: the parameters that are stepped on in a wider dtype than their own.
+    """
+
+    params: Sequence[torch.Tensor]
+    trained: Sequence[int]
+    placeholders: Mapping[int, ShardedGrad]
+    widened: frozenset[int]
+
+    def gradient_ready(self, param: int) -> None:
+        """Count in the gradient that autograd left in `param.grad`."""
+
+    def arrived(self, param: int) -> None:
+        """Count in a gradient that is to be sent in this round."""
+
+    def forget(self, param: int) -> None:
+        """Forget every earlier gradient of a parameter."""
+
+
+class Feeder:
+    """Where a reducer's local gradients come from.
+
+    This base class has what both feeders share; `attach` is called once, by the reducer.
+    """
+
+    ends_with_backward = True
+    """Whether a round ends with the backward pass that it began in; if not, the step ends it."""
+
+    def attach(self, reducer: Reducer) -> None:
+        """Feed `reducer` from now on."""
+        self._params = reducer.params
+        self._trained = reducer.trained
+        self._placeholders = reducer.placeholders
+        self._widened = reducer.widened
+        # Hooks and DDP outlive the reducer; a strong reference would keep model and optimizer
+        # alive, where the garbage collector cannot see it.
+        self._reducer = weakref.ref(reducer)
+
+    def detach(self) -> None:
+        """Feed the reducer no longer."""
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return `param.grad` of every parameter that trains.
+
+        Raises:
+            RuntimeError: if a parameter was given the placeholder of another one.
+        """
+        # Parameters in flight, which this backward pass may not use, are not waited for.
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [self._params[index].grad for index in self._trained]
+        for index, grad in zip(self._trained, grads, strict=True):
+            if isinstance(grad, ShardedGrad) and grad is not self._placeholders[index]:
+                name = self._placeholders[index].param_name
+                raise RuntimeError(
+                    f"parameter {name!r} was given the placeholder of the sharded gradient of "
+                    f"parameter {grad.param_name!r}, which holds no numbers; give it "
+                    f"optimizer.full_grad({grad.param_name!r}), called on every rank"
+                )
+        return grads
+
+    def kept(self, params: Iterable[int]) -> set[int]:
+        """Return those whose reduced gradient was not cleared: the next one is added to it."""
+        raise NotImplementedError
+
+    def take(self, param: int) -> torch.Tensor | None:
+        """Return this rank's gradient to be sent, and forget it here."""
+        raise NotImplementedError
+
+    def sent(self, param: int) -> None:
+        """Note that the gradient of `param` is on its way to its owner."""
+
+    def before_collect(self, in_round: bool) -> None:
+        """Note that the gradients are about to be collected."""
+
+    def hold_back(self, param: int) -> None:
+        """Note that a gradient has come that is not to be sent yet."""
+
+    def pause(self) -> None:
+        """Refuse to accumulate gradients locally, if this feeder cannot."""
+
+    def resume(self) -> None:
+        """Put aside what was accumulated, to be sent with the next round."""
+
+    def check_zeroing(self) -> None:
+        """Refuse to set gradients to zero, if this feeder cannot."""
+
+    def clear(self) -> None:
+        """Leave no gradient and no placeholder in `param.grad`."""
+        for index in self._trained:
+            self._params[index].grad = None
+            self._placeholders[index].take_incoming()
+
+
+class AutogradFeeder(Feeder):
+    """Gradients that autograd leaves in `param.grad`."""
+
+    def attach(self, reducer: Reducer) -> None:
+        """Register a hook per parameter."""
+        super().attach(reducer)
+        # Placeholders whose gradient was accumulated locally and never reduced.
+        self._aside: set[int] = set()
+        self._handles = []
+        for index in self._trained:
+            param: Any = self._params[index]
+            if param.requires_grad:
+                hook = _make_hook(self._reducer, index)
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        _attached.add(self)
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        _attached.discard(self)
+
+    @property
+    def watched(self) -> list[torch.Tensor]:
+        """The parameters whose gradients this feeder takes."""
+        return [self._params[index] for index in self._trained]
+
+    @override
+    def kept(self, params: Iterable[int]) -> set[int]:
+        return {
+            index
+            for index in params
+            if isinstance(self._params[index].grad, ShardedGrad) and index not in self._aside
+        }
+
+    @override
+    def take(self, param: int) -> torch.Tensor | None:
+        grad = self._params[param].grad
+        if isinstance(grad, ShardedGrad):
+            self._aside.discard(param)
+            return grad.take_incoming()
+        self._start_over(param)
+        return grad
+
+    def _start_over(self, param: int) -> None:
+        """Drop what came before for this parameter: the user has cleared or replaced it."""
+        reducer = self._reducer()
+        assert reducer is not None
+        reducer.forget(param)
+        self._placeholders[param].take_incoming()
+        self._aside.discard(param)
+
+    @override
+    def sent(self, param: int) -> None:
+        self._params[param].grad = self._placeholders[param]
+
+    @override
+    def hold_back(self, param: int) -> None:
+        # Autograd would add the next gradient in 16 bits; a placeholder adds in the step's dtype.
+        if param in self._widened:
+            self._put_aside(param)
+
+    @override
+    def resume(self) -> None:
+        # Placeholders take the place of local gradients, which torch's own clipping or a
+        # GradScaler would take for everyone's. On every rank, whatever it accumulated.
+        for index in self._trained:
+            self._put_aside(index)
+
+    def _put_aside(self, param: int) -> None:
+        grad = self._params[param].grad
+        if not isinstance(grad, ShardedGrad):
+            self._start_over(param)
+            self._placeholders[param].incoming = grad
+            self._params[param].grad = self._placeholders[param]
+            self._aside.add(param)
+
+    @override
+    def clear(self) -> None:
+        super().clear()
+        self._aside.clear()
+
+
+class DDPFeeder(Feeder):
+    """Gradients that DDP hands out in its buckets; every backward pass makes a step."""
+
+    # Inner passes, such as those of reentrant activation checkpointing, end before DDP's last
+    # bucket. The step at the end of the outer pass ends the round.
+    ends_with_backward = False
+
+    def attach(self, reducer: Reducer) -> None:
+        """Feed `reducer` with what is given to `offer`."""
+        super().attach(reducer)
+        self._offered: dict[int, torch.Tensor] = {}
+
+    def offer(self, param: int, grad: torch.Tensor) -> None:
+        """Take one parameter's gradient, which has to stay valid until the end of backward."""
+        reducer = self._reducer()
+        assert reducer is not None
+        # DDP fills in zeros for a parameter that this pass did not use, and for all parameters of
+        # a joined rank, where the placeholders of its last step are left over.
+        local = self._params[param].grad
+        if local is not None and not isinstance(local, ShardedGrad):
+            self._offered[param] = grad
+        reducer.arrived(param)
+
+    @override
+    def kept(self, params: Iterable[int]) -> set[int]:
+        return set()  # each backward pass starts over
+
+    @override
+    def take(self, param: int) -> torch.Tensor | None:
+        reducer = self._reducer()
+        assert reducer is not None
+        reducer.forget(param)
+        self._placeholders[param].take_incoming()
+        return self._offered.pop(param, None)
+
+    @override
+    def before_collect(self, in_round: bool) -> None:
+        # Not earlier: DDP writes its own share to `param.grad` at the end of backward.
+        if in_round:
+            for index in self._trained:
+                self._params[index].grad = self._placeholders[index]
+
+    @override
+    def pause(self) -> None:
+        raise RuntimeError("DDP decides when gradients are reduced: use ddp.no_sync()")
+
+    @override
+    def check_zeroing(self) -> None:
+        raise ValueError(
+            "gradients that DDP has reduced to their owners can be cleared, but not set to zero: "
+            "call zero_grad() without set_to_none=False"
+        )
+
+
+def _make_hook(reducer: weakref.ref[Reducer], param: int) -> Callable[[torch.Tensor], None]:
+    def gradient_ready(tensor: torch.Tensor) -> None:
+        target = reducer()
+        if target is not None:
+            target.gradient_ready(param)
+
+    return gradient_ready
+
+
+_attached: weakref.WeakSet[AutogradFeeder] = weakref.WeakSet()
+
+
+def refuse_watched(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise if another `module=` optimizer already reduces one of these parameters.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    watched = {id(param) for feeder in _attached for param in feeder.watched}
+    for name, param in named:
+        if param.requires_grad and id(param) in watched:
+            raise ValueError(
+                f"parameter {name!r} already has its gradient reduced by another optimizer with "
+                "module=; call detach() on that one first"
+            )
+
+
+Announce = Callable[[str, Callable[[], list[Any]]], None]
+"""Tells joined ranks what to shadow; the arguments are made only if there may be such ranks."""

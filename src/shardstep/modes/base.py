@@ -1,0 +1,504 @@
+"""What all modes share: making a plan, building the pipeline, replacing both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from shardstep.comm import Comm
+from shardstep.comm.consensus import check_same_on_all_ranks, run_on_all_ranks
+from shardstep.gather import ImmediateGather, ParamGather
+from shardstep.gradients import FullGradients, GradientSource
+from shardstep.layouts.choose import Layouts
+from shardstep.layouts.recipe import OptimizerRecipe
+from shardstep.local.local_optimizer import LocalOptimizer
+from shardstep.local.multi_class import MultiClass, names_a_class, optimizer_name
+from shardstep.local.unmovable_state import find_kept_view
+from shardstep.modes.frozen import FrozenPieces
+from shardstep.modes.join import JoinContext
+from shardstep.modes.shards import Shards
+from shardstep.params.dtensor import describe_part, refuse_dtensors
+from shardstep.params.inputs import describe, describe_options, parameters
+from shardstep.params.sharded_params import ShardedParams
+from shardstep.params.stochastic_rounding import StochasticRounding
+from shardstep.pipeline import Closure, HiddenGradients, Pipeline
+from shardstep.plan import ParamSpec, ShardPlan
+from shardstep.precision import MixedPrecision, warn_of_16_bits, widened
+from shardstep.state.replan import (
+    move_states,
+    refuse_lost_gradients,
+    refuse_lost_state,
+    refuse_other_shapes,
+)
+
+Planned = tuple[ShardPlan, list[str]]
+"""A plan, and the lines by which ranks compare it."""
+
+CONSTRUCTING = "constructing ZeroRedundancyOptimizer"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of a sharded optimizer, checked.
+
+    Attributes:
+        recipe: the optimizer class and its options.
+        layout: the layout asked for.
+        layouts: finds the layout of each group.
+        bucket_bytes: the size of a bucket; None for the plan's default.
+        precision: the precision policy.
+    """
+
+    recipe: OptimizerRecipe
+    layout: str
+    layouts: Layouts
+    bucket_bytes: int | None
+    precision: MixedPrecision
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Make an optimizer on these groups."""
+        if names_a_class(groups):
+            return MultiClass(groups, self.recipe.optimizer_class, **self.recipe.defaults)
+        return self.recipe.optimizer_class(groups, **self.recipe.defaults)
+
+
+class Mode(Shards):
+    """One way of using the optimizer: how gradients arrive and how parameters leave.
+
+    A mode owns the pipeline of the plan in force. When the plan changes, it builds another pipeline
+    and moves the state to it.
+
+    Args:
+        comm: the ranks.
+        join: the `Join` context of the optimizer.
+
+    Attributes:
+        comm: the ranks, on the connections that gradients and state use.
+        gather_comm: the ranks, on the connections that gathers use.
+        join: the `Join` context.
+        groups: the parameter groups that the user sees.
+        settings: the options of the optimizer.
+        pipeline: the step under the plan in force.
+        widened: the parameters that are stepped on in a wider dtype, or were before they froze.
+    """
+
+    groups: list[dict[str, Any]]
+    settings: Settings
+
+    bucket_views = True
+    """Whether parameters live in the buckets."""
+
+    separate = True
+    """Whether entire parameters get a step tensor of their own."""
+
+    reduces_gradients = False
+    """Whether this optimizer reduces gradients to their owners, and not DDP or the user."""
+
+    names_are_of_module = False
+    """Whether parameter names come from `module=`."""
+
+    def __init__(self, comm: Comm, join: JoinContext) -> None:
+        self.comm = comm
+        self.gather_comm = comm
+        self.join = join
+        self.widened: set[int] = set()
+        # Parameters that ever trained or were given state: not new to the class.
+        self.begun: set[int] = set()
+
+    # ------------------------------------------------------------------------------ construction
+
+    def plan_first(self, groups: list[dict[str, Any]], settings: Settings, warn: bool) -> Planned:
+        """Check the parameters and plan their placement; nothing is done to them yet.
+
+        Args:
+            groups: the parameter groups that the user sees.
+            settings: the options of the optimizer.
+            warn: whether to warn once if parameters are updated in 16 bits.
+        """
+        self.groups = groups
+        self.settings = settings
+        self._warn = warn
+        self.rounding = StochasticRounding(settings.precision.seed)
+        self.check()
+        plan, lines = self.plan_now()
+        head = [f"optimizer class {settings.recipe.name}", *self.describe()]
+        return plan, [*head, f"{settings.precision}", *lines]
+
+    def start(self, plan: ShardPlan) -> None:
+        """Build the first pipeline. Called on every rank."""
+        self.synchronise_start()
+        params = self._shard(plan)
+
+        def make_local() -> tuple[LocalOptimizer, list[str]]:
+            local = LocalOptimizer(
+                self.groups,
+                params.shard,
+                self.settings.make_optimizer,
+                self.settings.layouts.groups_to_fill,
+                self._step_dtype,
+            )
+            if not params.shard.pieces:
+                local.try_idle()
+            self._refuse_kept_views(local.optim)
+            name = type(local.optim).__qualname__
+            return local, [f"optimizer class {name}", *describe_options(local.optim.param_groups)]
+
+        local = check_same_on_all_ranks(self.comm, CONSTRUCTING, make_local)
+        self.connect()
+        self.pipeline = self._build(params, local)
+        local.publish_options()
+        self.attach()
+
+    def check(self) -> None:
+        """Raise if the parameters do not suit this mode."""
+
+    def describe(self) -> list[str]:
+        """Return lines by which ranks compare their modes."""
+        return [f"mode {type(self).__name__}"]
+
+    def names(self) -> Mapping[int, str]:
+        """Return names by identity of the parameter, for parameters that were given none."""
+        return {}
+
+    def synchronise_start(self) -> None:
+        """Give all ranks the same starting values, if this mode does. Called on every rank."""
+
+    def connect(self) -> None:
+        """Open the connections that this mode needs. Called on every rank."""
+
+    def attach(self) -> None:
+        """Register hooks, once everything else is in place."""
+
+    def make_gradients(self, params: ShardedParams) -> GradientSource:
+        """Return the gradient source of a new pipeline."""
+        return FullGradients(params, self.precision)
+
+    def make_gather(self, params: ShardedParams) -> ParamGather:
+        """Return the gather of a new pipeline."""
+        return ImmediateGather(self.gather_comm, params.plan, params.storage)
+
+    def _refuse_kept_views(self, optim: Optimizer) -> None:
+        where = find_kept_view(optim) if self.bucket_views else None
+        if where is not None:
+            raise ValueError(
+                f"{optimizer_name(optim)} keeps {where}, and parameters are about to move into "
+                "buckets; leave out parameters_as_bucket_view=True, module= and "
+                "overlap_with_ddp=True, or let the class make its views when it needs them"
+            )
+
+    # ---------------------------------------------------------------------- the plan in force
+
+    def plan_now(self) -> Planned:
+        """Plan for the parameters as they are now."""
+        specs = self._specs_now()
+        settings = self.settings
+        plan = ShardPlan.make(specs, self.comm.world_size, bucket_bytes=settings.bucket_bytes)
+        head = [f"layout={settings.layout!r}, bucket_bytes={settings.bucket_bytes}"]
+        for param, spec in zip(parameters(self.groups), specs, strict=True):
+            head += describe_part(param, spec.name)
+        tail = ["no more parameters", *settings.layouts.lines(), f"plan {plan.fingerprint}"]
+        return plan, [*head, *map(str, specs), *tail]
+
+    def _specs_now(self) -> list[ParamSpec]:
+        specs = describe(self.groups, self.names())
+        params = parameters(self.groups)
+        named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
+        if self.separate:
+            refuse_dtensors(
+                named,
+                "module= and overlap_with_ddp=True reduce the gradients of plain tensors only; "
+                "leave them out and synchronise gradients over the process group before step()",
+            )
+        if self.precision.stochastic_rounding:
+            refuse_dtensors(
+                named,
+                "stochastic_rounding draws by an element's place in its tensor, so different parts "
+                "would draw the same; use masters, MixedPrecision()",
+            )
+        return self.settings.layouts.apply(self.groups, specs)
+
+    def _step_dtype(self, param: int, dtype: torch.dtype) -> torch.dtype:
+        return self.precision.step_dtype(dtype) if param in self.widened else dtype
+
+    def _shard(self, plan: ShardPlan) -> ShardedParams:
+        """Cut the parameters into pieces; nothing is done to them yet."""
+        self.widened |= widened(plan.specs, self.precision)
+        dtypes = {
+            index: dtype
+            for index, spec in enumerate(plan.specs)
+            if (dtype := self._step_dtype(index, spec.dtype)) != spec.dtype
+        }
+        return ShardedParams(
+            plan,
+            parameters(self.groups),
+            self.comm.group_rank,
+            self.bucket_views,
+            self.separate,
+            dtypes,
+            self.rounding if self.precision.stochastic_rounding else None,
+        )
+
+    def _build(self, params: ShardedParams, local: LocalOptimizer) -> Pipeline:
+        self.begun |= {index for index, trains in enumerate(params.trainable) if trains}
+        if self._warn:
+            self._warn = not warn_of_16_bits(params.plan.specs, optimizer_name(local.optim))
+        params.attach()
+        gather = self.make_gather(params)
+        return Pipeline(params, self.make_gradients(params), local, gather)
+
+    def follow(self, stepping: bool = False) -> None:
+        """Adapt to what was done to the parameters since the last step. Called on every rank.
+
+        Data that only moved is this rank's own affair. Freezing, unfreezing, or another dtype or
+        device change the plan, and have to be done on every rank. Ranks that changed different
+        things raise. A rank that changed nothing does not know, and waits until the timeout of the
+        process group.
+
+        Args:
+            stepping: whether a step follows, and not a forward pass.
+        """
+        params = self.pipeline.params
+        if params.unchanged():
+            return
+        self.pipeline.gather.wait()
+        specs = self._specs_now()
+        if self.pipeline.gradients.has_gradients():
+            # Gradients lie where the plan in force has put them: freezing and unfreezing between
+            # backward and step wait until they are cleared.
+            specs = [
+                replace(spec, trainable=before)
+                if param.grad is None and (stepping or not param.requires_grad)
+                else spec
+                for spec, before, param in zip(specs, params.trainable, params.params, strict=True)
+            ]
+        if tuple(specs) == self.plan.specs:
+            params.attach()
+        else:
+            self.replan("following a change of the parameters", self.plan_now)
+
+    def add_group(self, add: Callable[[], None]) -> None:
+        """Add a parameter group and place its parameters. Called on every rank.
+
+        Args:
+            add: appends the group to the groups that the user sees.
+
+        Raises:
+            ValueError: on every rank, if it cannot be added; nothing has changed then.
+            RuntimeError: on every rank, if there are gradients that the next step would miss.
+        """
+        groups = list(self.groups)
+
+        def make() -> Planned:
+            add()
+            plan, lines = self.plan_now()
+            named = zip((spec.name for spec in plan.specs), parameters(self.groups), strict=True)
+            self.check_new(islice(named, len(self.params), None))
+            self.pipeline.local.try_group(self.groups[-1])
+            return plan, describe_options(self.groups[-1:]) + lines
+
+        try:
+            self.replan("add_param_group", make)
+        except Exception:
+            self.groups[:] = groups
+            self.settings.layouts.truncate(len(groups))
+            raise
+
+    def check_new(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raise if parameters that are about to be added do not suit this mode."""
+
+    def replan(self, what: str, make: Callable[[], Planned]) -> None:
+        """Adopt another plan, and move the state to its new owners. Called on every rank.
+
+        Raises:
+            RuntimeError: on every rank, if a rank has gradients that the next step would miss, or
+                the optimizer keeps something of its parameters where it cannot be moved from.
+        """
+        rank, before, local = self.comm.group_rank, self.plan, self.pipeline.local
+
+        def check_and_make() -> Planned:
+            # Within the check: accumulated gradients may be there on some ranks only.
+            refuse_lost_gradients(rank, what, self.pipeline.gradients.has_gradients())
+            if self.comm.world_size > 1 or self.bucket_views:
+                refuse_lost_state(rank, what, local.optim)
+            plan, lines = make()
+            stateful = {index for index, state in local.states().items() if state} | self.widened
+            refuse_other_shapes(rank, before.specs, plan.specs, stateful)
+            if next(plan.pieces(rank), None) is None:
+                local.try_idle()
+            return plan, lines
+
+        plan = check_same_on_all_ranks(self.comm, what, check_and_make)
+        params = parameters(self.groups)
+        self.synchronise_new(params[len(before.specs) :])
+        states = move_states(self.comm, before, plan, local.states(), params)
+        masters = self.masters() if self.widened else {}
+        if self.widened:
+            masters = move_states(self.comm, before, plan, masters, params)
+        self._switch(plan, states, masters)
+
+    def synchronise_new(self, params: Sequence[torch.Tensor]) -> None:
+        """Give added parameters the same starting values, if this mode does."""
+
+    def _switch(
+        self, plan: ShardPlan, states: Mapping[int, Any], masters: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Build the pipeline of `plan`; nothing is sent.
+
+        Args:
+            plan: the plan.
+            states: the state of this rank's pieces.
+            masters: the masters of those that have one already.
+        """
+        old = self.pipeline
+        paused = old.gradients.paused
+        frozen = [
+            index
+            for index, (before, after) in enumerate(zip(self.plan.specs, plan.specs, strict=False))
+            if before.trainable and not after.trainable
+        ]
+        old.detach(frozen)
+        new = set(range(len(self.plan.specs))) - self.begun - self.widened
+        params = self._shard(plan)
+        params.shard.set_masters(masters)
+        self.pipeline = self._build(params, old.local)
+        if paused:
+            self.pipeline.gradients.pause()
+        old.local.adopt(params.shard, states)
+        # State that the class made for a frozen 16-bit parameter has 16 bits; it needs more now.
+        if new & self.widened:
+            old.local.begin(new & self.widened)
+
+    @override
+    def give_masters(self, params: Iterable[int]) -> None:
+        # The state of a parameter that was frozen from the start is that of its master too, and
+        # must not be cast to 16 bits. Nothing is sent: a rank may load alone.
+        given = set(params)
+        self.mark_begun(given)
+        specs, step_dtype = self.plan.specs, self.precision.step_dtype
+        more = {index for index in given if step_dtype(specs[index].dtype) != specs[index].dtype}
+        if not more <= self.widened:
+            refuse_lost_gradients(
+                self.comm.group_rank,
+                "loading state of frozen parameters",
+                self.pipeline.gradients.has_gradients(),
+            )
+            self.widened |= more
+            self._switch(self.plan, self.states(), self.masters())
+
+    # ----------------------------------------------------------------------------------- the step
+
+    def step(self, closure: Closure | None = None, **kwargs: Any) -> float | None:
+        """Take one step. Called on every rank."""
+        if not self.join.shadowing:
+            self.before_step()
+        self.follow(stepping=True)
+        loss = self.pipeline.step(closure, **kwargs)
+        self.after_step()
+        return loss
+
+    def before_step(self) -> None:
+        """Let joined ranks take part in the step. Called on every rank that has data."""
+
+    def after_step(self) -> None:
+        """Finish what belongs to the step in this mode. Called on every rank."""
+
+    def shadow(self, step: Callable[[], object], zero_grad: Callable[[bool], object]) -> None:
+        """Do what the ranks that have data are doing. Called on every joined rank.
+
+        Args:
+            step: the optimizer's `step`, with the user's hooks.
+            zero_grad: the optimizer's `zero_grad`.
+        """
+        raise NotImplementedError
+
+    def apply(self, act: Callable[[], object]) -> None:
+        """Run `act`, which updates this rank's pieces, and send the result. Called on every rank.
+
+        Raises:
+            RuntimeError: on every rank, if it failed on one. What it did is sent all the same, so
+                parameters stay equal on all ranks.
+        """
+        if self.join.enabled:
+            raise RuntimeError(
+                f"rank {self.comm.group_rank}: apply(), train() and eval() cannot be called within "
+                "Join: joined ranks would not take part; call it before or after"
+            )
+        self.follow(stepping=True)
+        pipeline = self.pipeline
+        frozen = FrozenPieces(pipeline.params, self.comm)
+
+        def act_here() -> None:
+            with pipeline.stepping():
+                frozen.remember()
+                pipeline.update(HiddenGradients(pipeline.params.shard), act)
+
+        try:
+            run_on_all_ranks(self.comm, "apply()", act_here)
+        finally:
+            trainable = pipeline.params.trainable
+            pipeline.send([index for index, trains in enumerate(trainable) if trains])
+            frozen.send_changed()
+
+    def zero_grad(self, set_to_none: bool, clear: Callable[[bool], None]) -> None:
+        """Clear the gradients.
+
+        Args:
+            set_to_none: whether `param.grad` becomes None, or zero.
+            clear: clears `param.grad` of all parameters.
+        """
+        # Clearing the gradient of a parameter in flight does not wait for it.
+        with torch._C.DisableTorchFunctionSubclass():
+            self.pipeline.gradients.zero(set_to_none)
+            clear(set_to_none)
+
+    def clip_norm(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    ) -> torch.Tensor:
+        """Clip the gradients by their total norm, and return the norm."""
+        return self.pipeline.gradients.clip_norm(max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def check_scaler(self) -> None:
+        """Raise if a `GradScaler` cannot be used in this mode."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on each rank while this lasts."""
+        nested = self.pipeline.gradients.paused
+        self.pipeline.gradients.pause()
+        try:
+            yield
+        finally:
+            # The pipeline may be another one by now.
+            if not nested:
+                self.pipeline.gradients.resume()
+
+    def full_grad(self, param: int) -> torch.Tensor | None:
+        """Return the whole gradient of one parameter. Called on every rank."""
+        return self.pipeline.gradients.full(param)
+
+    def tie_to_ddp(self, module: torch.nn.Module, reduce: bool) -> Any:
+        """Let the step run inside the backward pass of a DDP module. Called on every rank.
+
+        Args:
+            module: the module inside the DDP wrapper.
+            reduce: whether gradients are reduced to their owners, and not by DDP.
+
+        Returns:
+            The mode, as the hooks drive it.
+        """
+        raise ValueError(
+            "this hook steps the optimizer inside backward, so the optimizer has to be constructed "
+            "with overlap_with_ddp=True"
+        )
+
+    def detach(self) -> None:
+        """Restore plain parameters and remove all hooks. Called on every rank."""
+        trainable = self.pipeline.params.trainable
+        self.pipeline.detach(index for index, trains in enumerate(trainable) if trains)

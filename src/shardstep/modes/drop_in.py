@@ -1,0 +1,39 @@
+"""Drop-in mode (ZeRO-1): DDP or the user synchronises gradients before `step()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from typing_extensions import override
+
+from shardstep.comm import Comm
+from shardstep.modes.base import Mode
+from shardstep.modes.join import JoinContext, provide_gradients
+
+
+class DropIn(Mode):
+    """Gradients are equal on all ranks when `step()` is called; it gathers before it returns.
+
+    Args:
+        comm: the ranks.
+        join: the `Join` context of the optimizer.
+        bucket_views: whether parameters live in the buckets.
+    """
+
+    separate = False
+
+    def __init__(self, comm: Comm, join: JoinContext, bucket_views: bool) -> None:
+        super().__init__(comm, join)
+        self.bucket_views = bucket_views
+
+    @override
+    def before_step(self) -> None:
+        self.join.notify()
+        if self.join.enabled:
+            provide_gradients(self.comm, self.plan, self.groups, joined=False)
+
+    @override
+    def shadow(self, step: Callable[[], object], zero_grad: Callable[[bool], object]) -> None:
+        provide_gradients(self.comm, self.plan, self.groups, joined=True)
+        with self.join.shadow():
+            step()

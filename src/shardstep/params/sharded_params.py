@@ -1,0 +1,107 @@
+"""All parameters under one plan: where they are stored, and this rank's pieces of them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import torch
+
+from shardstep.params.inputs import is_trainable
+from shardstep.params.masters import Masters, StepCopies, StepTensors
+from shardstep.params.shard import FreeMemory, Shard
+from shardstep.params.stochastic_rounding import StochasticRounding
+from shardstep.params.storage import BucketViews, OwnStorage, ParamStorage
+from shardstep.plan import ShardPlan
+
+
+class ShardedParams:
+    """The parameters of an optimizer under one plan.
+
+    Until `attach` is called, nothing is done to the parameters.
+
+    Args:
+        plan: the placement.
+        params: all parameters, in the plan's order.
+        group_rank: the rank whose pieces are stepped on here.
+        bucket_views: whether parameters live in the buckets.
+        separate: whether entire parameters get a step tensor of their own.
+        step_dtypes: the wider dtype of parameters that are not stepped on in their own.
+        rounding: if given, wide copies are rounded stochastically and not kept as masters.
+    """
+
+    def __init__(
+        self,
+        plan: ShardPlan,
+        params: Sequence[torch.Tensor],
+        group_rank: int,
+        bucket_views: bool,
+        separate: bool,
+        step_dtypes: Mapping[int, torch.dtype],
+        rounding: StochasticRounding | None,
+    ) -> None:
+        self.plan = plan
+        self.params = params
+        self.trainable = [spec.trainable for spec in plan.specs]
+        self.step_dtypes = step_dtypes
+        storage = BucketViews if bucket_views else OwnStorage
+        self.storage: ParamStorage = storage(plan, params, group_rank)
+        pieces = tuple(sorted(plan.pieces(group_rank), key=lambda piece: piece.param))
+        narrow = [piece for piece in pieces if piece.param in step_dtypes]
+        wide: StepTensors = (
+            Masters(narrow, params, step_dtypes)
+            if rounding is None
+            else StepCopies(narrow, params, step_dtypes, rounding)
+        )
+        self.shard = Shard(pieces, params, separate, wide)
+
+    def attach(self) -> None:
+        """Take the parameters in, wherever their data lies now."""
+        self.storage.attach()
+        self.shard.repoint()
+
+    def detach(self, params: Iterable[int]) -> None:
+        """Give these parameters storage of their own."""
+        self.storage.detach(params)
+
+    def intact(self) -> bool:
+        """Return whether every parameter's data lies where `attach` left it."""
+        # Asking a parameter in flight for its address must not wait for it.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.storage.intact()
+
+    def unchanged(self) -> bool:
+        """Return whether no parameter was moved, frozen or unfrozen since `attach`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.trainable == list(map(is_trainable, self.params)) and self.storage.intact()
+
+    def refresh_masters(self) -> None:
+        """Give every step tensor its parameter's value, before a step."""
+        self.shard.refresh()
+
+    def write_back(self, free_memory: FreeMemory, among: Container[int] | None = None) -> None:
+        """Write updated pieces back to their parameters.
+
+        Args:
+            free_memory: called for each tensor that the optimizer pointed at other memory.
+            among: the parameters that were stepped on; None for all.
+        """
+        if self.shard.write_back(free_memory, among):
+            self.attach()
+
+    def release(self) -> None:
+        """Free what only the step needed."""
+        self.shard.release()
+
+    def mark_changed(self, among: Iterable[int] | None = None) -> None:
+        """Tell autograd that these parameters, or all that have a gradient, were written to.
+
+        A backward pass through a graph built on the old values then fails on every rank, as it does
+        after any optimizer's step.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = (
+                [param for param in self.params if param.grad is not None]
+                if among is None
+                else [self.params[index] for index in among]
+            )
+        torch.autograd.graph.increment_version(changed)

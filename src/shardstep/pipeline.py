@@ -1,0 +1,158 @@
+"""The step: every mode takes it.
+
+    gradient -> bucket -> shard -> update -> shard -> bucket -> parameter
+
+`Pipeline.step` is the whole of it. A step that DDP's buckets drive, one at a time, and a change
+outside of a step (`apply`) go through the same stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from shardstep.gather import ParamGather
+from shardstep.gradients import GradientSource
+from shardstep.local.local_optimizer import LocalOptimizer
+from shardstep.local.multi_class import optimizer_name
+from shardstep.params.shard import Shard
+from shardstep.params.sharded_params import ShardedParams
+
+T = TypeVar("T")
+Closure = Callable[[], float]
+
+
+class PieceGradients(Protocol):
+    """The gradients of one update."""
+
+    def collect(self) -> None:
+        """Give every tensor of this rank's shard its gradient, or None."""
+
+    def release(self) -> None:
+        """Drop references to gradients after the update."""
+
+
+class HiddenGradients:
+    """Hides the gradients of a shard during an update that must not see them."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def collect(self) -> None:
+        """Hide them."""
+        self._hidden = [(tensor, tensor.grad) for _, tensor in self._shard]
+        for tensor, _ in self._hidden:
+            tensor.grad = None
+
+    def release(self) -> None:
+        """Put them back."""
+        for tensor, grad in self._hidden:
+            tensor.grad = grad
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The stages of a step under one plan. A change of the plan makes another pipeline.
+
+    Attributes:
+        params: the plan, the storage, this rank's pieces and their masters.
+        gradients: where the pieces' gradients come from.
+        local: the unmodified optimizer class on the pieces.
+        gather: sends updated parameters to all ranks.
+    """
+
+    params: ShardedParams
+    gradients: GradientSource
+    local: LocalOptimizer
+    gather: ParamGather
+
+    def step(self, closure: Closure | None = None, **kwargs: Any) -> float | None:
+        """Take one step. Called on every rank."""
+        with self.stepping():
+            once = self._evaluate_once(closure) if closure is not None else None
+            loss: float | None = self.update(
+                self.gradients, lambda: self.local.step(once, **kwargs)
+            )
+        self.send()
+        return loss
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Surround one or several updates. Entered on every rank."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """Bring parameters, masters and options up to date."""
+        self.gather.wait()
+        self.params.refresh_masters()
+        self.local.push_options()
+
+    def update(
+        self,
+        gradients: PieceGradients,
+        act: Callable[[], T],
+        among: Collection[int] | None = None,
+    ) -> T:
+        """Update this rank's pieces, and write them back to their parameters.
+
+        Args:
+            gradients: the gradients that `act` sees.
+            act: updates the pieces.
+            among: the parameters that it may update; None for all.
+        """
+        gradients.collect()
+        try:
+            return act()
+        finally:
+            gradients.release()
+            self.params.write_back(self.local.let_go, among)
+
+    def end(self) -> None:
+        """Free what only the step needed, and show the options that the optimizer has changed."""
+        self.params.release()
+        self.local.publish_options()
+
+    def send(
+        self, among: Iterable[int] | None = None, buckets: Collection[int] | None = None
+    ) -> None:
+        """Send updated parameters to all ranks. Called on every rank.
+
+        Args:
+            among: the parameters that were updated; None for all that have a gradient.
+            buckets: the buckets to gather; None for all.
+        """
+        self.params.mark_changed(among)
+        self.gather.launch(buckets)
+
+    def _evaluate_once(self, closure: Closure) -> Closure:
+        """Return a closure that finishes the gradients after each evaluation."""
+        evaluations = 0
+
+        def evaluate() -> float:
+            nonlocal evaluations
+            evaluations += 1
+            if evaluations > 1 and self.params.plan.world_size > 1:
+                # Between two evaluations, each rank has moved only its own pieces.
+                raise RuntimeError(
+                    f"{optimizer_name(self.local.optim)} evaluates its closure more than once in a "
+                    "step, which a sharded optimizer cannot do; use it unsharded"
+                )
+            if evaluations > 1:
+                self.params.write_back(self.local.let_go)  # the model reads the parameters
+            loss = closure()
+            self.gradients.collect()
+            return loss
+
+        return evaluate
+
+    def detach(self, params: Iterable[int]) -> None:
+        """Remove all hooks, and give these parameters storage of their own."""
+        self.gather.detach()
+        self.gradients.detach()
+        self.params.detach(params)

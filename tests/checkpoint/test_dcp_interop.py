@@ -1,0 +1,353 @@
+"""What DCP saved of an optimizer loads on torch's own side and back; nothing but a complete load
+changes an optimizer; placeholders are only for DCP."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from problems import LAYOUTS, copies, difference, differing
+from ranks import raises_on_every_rank, run_ranks
+from test_dcp import (
+    ADAMW,
+    Net,
+    advance,
+    load,
+    load_adamw,
+    load_and_advance,
+    load_one,
+    named,
+    plain,
+    save,
+    save_one,
+    unbroken,
+    unnamed,
+    zero,
+)
+from torch import nn, optim
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from shardstep import ZeroRedundancyOptimizer
+from shardstep.checkpoint import Sharded
+from shardstep.checkpoint.dcp.placeholder import Placeholder
+from shardstep.plan import Interval, ParamSpec
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+# ---------------------------------------------------------------------------- torch's own side
+
+
+def _torch_loads(folder: Path, names: bool) -> list[torch.Tensor]:
+    net, opt = plain(ADAMW) if names else unnamed()
+    advance(opt, net, range(9, 11), missing=False)  # so that there is something to replace
+    target = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, opt)}
+    dcp.load(target, checkpoint_id=folder)
+    set_optimizer_state_dict(net, opt, target["optim"])
+    net.load_state_dict(target["model"])
+    return advance(opt, net, range(3, 6), missing=False)
+
+
+@pytest.mark.parametrize(("world_size", "names"), [(1, True), (2, False)])
+def test_plain_optimizers_load_what_was_saved_here(
+    tmp_path: Path, world_size: int, names: bool
+) -> None:
+    run_ranks(save_one, 2, tmp_path, ADAMW, 3, False, names)
+    expected = unbroken(ADAMW, missing=False)
+    for got in run_ranks(_torch_loads, world_size, tmp_path, names):
+        assert differing(expected, got) == []
+
+
+def _torch_saves(folder: Path) -> None:
+    net, opt = unnamed()
+    ddp = DistributedDataParallel(net)
+    advance(opt, net, range(3), missing=False)
+    state = get_optimizer_state_dict(ddp, opt)
+    dcp.save({"model": net.state_dict(), "optim": state}, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_ddp_saved_is_loaded_here(tmp_path: Path, layout: str) -> None:
+    run_ranks(_torch_saves, 2, tmp_path)
+    for got in run_ranks(partial(load_adamw, layout=layout), 3, tmp_path, False):
+        assert differing(unbroken(ADAMW, missing=False), got) == []
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.up = nn.Linear(24, 50)
+            self.down = nn.Linear(50, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def _pass(net: nn.Module, opt: Any, steps: range) -> list[torch.Tensor]:
+    for step in steps:
+        random = torch.Generator().manual_seed(step)
+        net(torch.randn(8, 24, generator=random)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return copies(net.parameters())
+
+
+def _with_module(folder: Path, saving: bool) -> list[torch.Tensor]:
+    net = Tiny()
+    opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, module=net)
+    if saving:
+        _pass(net, opt, range(3))
+        save(folder, net, opt)
+        return []
+    torch._foreach_zero_([param.detach() for param in net.parameters()])
+    load(folder, net, opt)
+    return _pass(net, opt, range(3, 6))
+
+
+def _fsdp(folder: Path, saving: bool) -> Any:
+    net = Tiny()
+    for part in (net.up, net.down, net):
+        fully_shard(part)
+    opt = optim.AdamW(net.parameters())
+    if saving:
+        _pass(net, opt, range(3))
+    state = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, opt)}
+    if saving:
+        dcp.save(state, checkpoint_id=folder)
+        return []
+    dcp.load(state, checkpoint_id=folder)
+    net.load_state_dict(state["model"])
+    set_optimizer_state_dict(net, opt, state["optim"])
+    _pass(net, opt, range(3, 6))
+    return [param.full_tensor() for param in net.parameters()]  # type: ignore[attr-defined]
+
+
+def test_fsdp2_and_module_mode_load_from_each_other_and_themselves(tmp_path: Path) -> None:
+    net = Tiny()
+    # All ranks have the same data, and the mean over one or two of them is exact.
+    expected = _pass(net, optim.AdamW(net.parameters()), range(6))
+    run_ranks(_with_module, 2, tmp_path / "ours", True)
+    run_ranks(_fsdp, 2, tmp_path / "fsdp", True)
+    for resume, world_size in ((_fsdp, 2), (_with_module, 2), (_with_module, 1)):
+        for saved_by in ("ours", "fsdp"):
+            for got in run_ranks(resume, world_size, tmp_path / saved_by, False):
+                assert differing(expected, got) == [], (resume, world_size, saved_by)
+
+
+def test_what_was_saved_converts_to_one_file_without_shards(tmp_path: Path) -> None:
+    run_ranks(save_one, 2, tmp_path / "sharded", ADAMW, 3)
+    dcp_to_torch_save(tmp_path / "sharded", tmp_path / "file")
+    state = torch.load(tmp_path / "file", weights_only=False)["optim"]
+    net, opt = plain(ADAMW)
+    advance(opt, net, range(3), missing=False)
+    expected = get_optimizer_state_dict(net, opt)
+    for name, inner in expected["state"].items():
+        for key, value in inner.items():
+            assert torch.equal(value, state["state"][name][key])
+    assert [g["params"] for g in state["param_groups"]] == [
+        g["params"] for g in expected["param_groups"]
+    ]
+
+
+# --------------------------------------------------------------------------------- when it fails
+
+
+def _survives(folder: Path) -> list[Any]:
+    net, opt = zero(ADAMW)
+    advance(opt, net, range(2))
+    save(folder, net, opt)
+    dist.barrier()
+    if opt.rank == 0:
+        broken = sorted(folder.glob("*.distcp"))[-1]
+        broken.write_bytes(broken.read_bytes()[: broken.stat().st_size // 2])
+    advance(opt, net, range(2, 3))
+    dist.barrier()
+    with pytest.raises(dcp.api.CheckpointException):
+        dcp.load({"optim": Sharded(opt)}, checkpoint_id=folder)
+    return differing(unbroken(ADAMW), advance(opt, net, range(3, 6)))
+
+
+def test_a_load_that_fails_half_way_changes_nothing(tmp_path: Path) -> None:
+    assert run_ranks(_survives, 2, tmp_path) == [[], []]
+
+
+def test_what_was_not_read_is_not_a_number() -> None:
+    placeholder = Placeholder("a moment", (4, 6), torch.float32, torch.device("cpu"), True)
+    live = torch.zeros(10)
+    spec = ParamSpec.of("w", (4, 6))
+    placeholder.hold(live, (Interval(8, 18), spec))
+    boxes = placeholder.__create_chunk_list__()
+    assert [(tuple(b.offsets), tuple(b.sizes)) for b in boxes] == [
+        ((1, 2), (1, 4)),
+        ((2, 0), (1, 6)),
+    ]
+    room = placeholder.__get_tensor_shard__(MetadataIndex("w", (2, 0)))
+    assert room is not None
+    room.copy_(torch.arange(6.0).view(1, 6))
+    read = placeholder.take_part()
+    assert read is not None
+    assert read.isnan().tolist() == [True] * 4 + [False] * 6
+    assert read[4:].tolist() == [0, 1, 2, 3, 4, 5]
+    assert live.tolist() == [0] * 10
+    with pytest.raises(RuntimeError, match="already taken from this dict"):
+        placeholder.take_part()
+
+
+def _other_groups(folder: Path) -> None:
+    net = Net()
+    opt = ZeroRedundancyOptimizer(net.named_parameters(), optim.AdamW)
+    advance(opt, net, range(2))
+    save(folder, net, opt)
+    load(folder, *zero(ADAMW))  # the same parameters in three groups
+
+
+def test_other_groups_are_refused(tmp_path: Path) -> None:
+    raises_on_every_rank(
+        _other_groups, 2, dcp.api.CheckpointException, tmp_path, match="Missing key.*param_groups"
+    )
+
+
+def _swapped_groups(folder: Path) -> list[Any]:
+    """Groups are known by their parameters, not by their places."""
+    net, opt = zero(ADAMW)
+    advance(opt, net, range(3))
+    save(folder, net, opt)
+    net = Net()
+    groups = [{"params": group["params"]} for group in named(ADAMW, net)[::-1]]
+    opt = ZeroRedundancyOptimizer(groups, optim.AdamW)
+    return differing(unbroken(ADAMW), load_and_advance(folder, net, opt))
+
+
+def test_groups_in_another_order_keep_their_options(tmp_path: Path) -> None:
+    assert run_ranks(_swapped_groups, 2, tmp_path) == [[], []]
+
+
+# --------------------------------------------------------------------------------- saving later
+
+
+def _saves_later(folder: Path, blocking: bool) -> None:
+    net, opt = zero(ADAMW)
+    advance(opt, net, range(3))
+    # Connections of its own, since the next steps communicate meanwhile.
+    options: dict[str, Any] = {"process_group": dist.new_group(backend="gloo")}
+    if blocking:
+        options["storage_writer"] = dcp.FileSystemWriter(folder)
+    else:
+        options["checkpoint_id"] = folder
+    future: Any = dcp.async_save({"model": net, "optim": Sharded(opt)}, **options)
+    advance(opt, net, range(3, 9))
+    future.result()
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_an_asynchronous_save_has_the_state_of_its_call(tmp_path: Path, blocking: bool) -> None:
+    run_ranks(_saves_later, 2, tmp_path, blocking)
+    after, *_ = run_ranks(load_one, 3, tmp_path, ADAMW)
+    net, opt = plain(ADAMW)
+    advance(opt, net, range(3))
+    expected = opt.state_dict()
+    assert difference(dict(sorted(expected["state"].items())), after["state"]) is None
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+def _refusals() -> list[str]:
+    net, opt = zero(ADAMW)
+    advance(opt, net, range(2))
+    state = Sharded(opt).state_dict()
+    found = [leaf for leaf in pytree.tree_leaves(dict(state)) if isinstance(leaf, Placeholder)]
+    first = found[0]
+    acts = {
+        "pickle": lambda: pickle.dumps(first),
+        "torch.save": lambda: torch.save(state, io.BytesIO()),
+        "add": lambda: first + 1,
+        "clone": lambda: first.clone(),
+        "deepcopy": lambda: copy.deepcopy(first),
+        "copy from": lambda: torch.empty(first.shape).copy_(first),
+        "copy to": lambda: first.copy_(torch.empty(first.shape)),
+        "stack": lambda: torch.stack([first, first]),
+    }
+    failures = [] if len(found) > 10 else ["too few placeholders"]
+    for name, act in acts.items():
+        try:
+            act()
+        except RuntimeError as error:
+            if "consolidate_state_dict" in str(error) and "'exp_avg' of parameter" in str(error):
+                continue
+            failures.append(f"{name}: {error}")
+        else:
+            failures.append(f"{name} was done")
+    return failures
+
+
+def test_a_placeholder_is_not_pickled_or_computed_with() -> None:
+    assert run_ranks(_refusals, 2) == [[], []]
+
+
+def _asked_without_wrapper(way: str, folder: Path) -> None:
+    net, opt = zero(ADAMW)
+    if way == "dcp":
+        dcp.save({"optim": opt}, checkpoint_id=folder)
+        return
+    if way == "with state":
+        advance(opt, net, range(2))
+        opt.zero_grad()
+    get_optimizer_state_dict(net, opt)
+
+
+@pytest.mark.parametrize("way", ["dcp", "with state", "without state"])
+def test_without_the_wrapper_the_error_points_to_it(tmp_path: Path, way: str) -> None:
+    match = r"consolidate_state_dict.*pass shardstep.checkpoint.Sharded\(optimizer\)"
+    raises_on_every_rank(_asked_without_wrapper, 2, RuntimeError, way, tmp_path, match=match)
+
+
+class App:
+    """A user's own `Stateful`, which asks its parts."""
+
+    def __init__(self, opt: ZeroRedundancyOptimizer) -> None:
+        self.opt = Sharded(opt)
+        self.epoch = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"opt": self.opt.state_dict(), "epoch": self.epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.opt.load_state_dict(state_dict["opt"])
+        self.epoch = state_dict["epoch"]
+
+
+def _inside_another(folder: Path) -> list[Any]:
+    net, opt = zero(ADAMW)
+    app = App(opt)
+    app.epoch = 7
+    advance(opt, net, range(3))
+    dcp.save({"app": app, "model": net}, checkpoint_id=folder)
+    net, opt = zero(ADAMW, layout="whole")
+    app = App(opt)
+    dcp.load({"app": app, "model": net}, checkpoint_id=folder)
+    assert isinstance(Sharded(opt), Stateful)
+    return [app.epoch, *differing(unbroken(ADAMW), advance(opt, net, range(3, 6)))]
+
+
+def test_it_can_be_part_of_something_else(tmp_path: Path) -> None:
+    assert run_ranks(_inside_another, 2, tmp_path) == [[7], [7]]
