@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import PROBLEMS, make_gpt
+from muon_and_adamw import ADAMW, MUON, divided, groups_of
 from problems import copies, difference, differing, make_params, set_gradients
 from ranks import raises_on_every_rank, run_ranks
 from torch import nn, optim
@@ -18,28 +19,7 @@ from torch.optim import lr_scheduler
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.local.multi_class import MultiClass, full_name, optimizer_name, split_state_dict
 
-MUON = {"lr": 0.02, "weight_decay": 0.1}
-ADAMW = {"lr": 0.003, "betas": (0.8, 0.95)}
 STEPS = range(6)
-
-
-def is_hidden(name: str, param: torch.Tensor) -> bool:
-    """Return whether Muon updates it: matrices that are not embeddings."""
-    return param.dim() == 2 and "emb" not in name and "head" not in name
-
-
-def divided(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    named = list(module.named_parameters())
-    hidden = [param for name, param in named if is_hidden(name, param)]
-    rest = [param for name, param in named if not is_hidden(name, param)]
-    assert hidden
-    assert rest
-    return hidden, rest
-
-
-def groups_of(module: nn.Module) -> list[dict[str, Any]]:
-    hidden, rest = divided(module)
-    return [{"params": hidden, "optimizer_class": optim.Muon, **MUON}, {"params": rest}]
 
 
 class Apart:
