@@ -1,4 +1,4 @@
-"""Classes that do not get along with an empty group are sharded all the same, and count alike."""
+"""Classes that skip or refuse empty groups are sharded all the same, with the same counters."""
 
 from __future__ import annotations
 
@@ -16,14 +16,9 @@ from torch.optim import Optimizer
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 from shardstep.layouts.choose import choose
-from shardstep.layouts.probe import Verdict
-from shardstep.layouts.probe import probe as probe_recipe
+from shardstep.layouts.probe import probe
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.empty_groups import empty_param, fill_empty_groups
-
-
-def probe(cls: Any) -> Verdict:
-    return probe_recipe(OptimizerRecipe(cls))
 
 
 class LeavesEmptyOut(Optimizer):
@@ -35,9 +30,12 @@ class LeavesEmptyOut(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            if group["params"]:
+            if self.counts(group["params"]):
                 group["step"] = group.get("step", 0) + 1
                 self.update(group)
+
+    def counts(self, params: list[torch.Tensor]) -> bool:
+        return bool(params)
 
     def update(self, group: dict[str, Any]) -> None:
         for param in group["params"]:
@@ -51,30 +49,27 @@ class LeavesEmptyOut(Optimizer):
 
 
 class CountsWhereThereIsAGradient(LeavesEmptyOut):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
         for group in self.param_groups:
-            group.setdefault("step", 0)
-        for group in self.param_groups:
-            with torch.no_grad():
-                if any(param.grad is not None for param in group["params"]):
-                    group["step"] += 1
-                    self.update(group)
+            group["step"] = 0
+
+    def counts(self, params: list[torch.Tensor]) -> bool:
+        return any(param.grad is not None for param in params)
 
 
 class TakesTheFirst(LeavesEmptyOut):
     """Raises where a group is empty."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["where"] = str(group["params"][0].device)
-        super().step()
+    def counts(self, params: list[torch.Tensor]) -> bool:
+        return params[0].dim() >= 0
 
 
 class SaysWhatItTakes(LeavesEmptyOut):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if not all(group["params"] for group in self.param_groups):
+    def counts(self, params: list[torch.Tensor]) -> bool:
+        if not params:
             raise ValueError("a parameter group is empty")
-        super().step()
+        return True
 
 
 class ByTensor(LeavesEmptyOut):
@@ -82,72 +77,24 @@ class ByTensor(LeavesEmptyOut):
         return grad / (1 + grad.norm())
 
 
-CLASSES = {
-    LeavesEmptyOut: "element-wise",
-    CountsWhereThereIsAGradient: "coupled",
-    TakesTheFirst: "element-wise",
-    SaysWhatItTakes: "element-wise",
-    ByTensor: "per tensor",
-}
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_the_probe_tells(cls: type[Optimizer]) -> None:
-    verdict = probe(cls)
-    assert verdict.kind == CLASSES[cls]
-    assert verdict.fill_empty_groups == (verdict.kind != "coupled")
-    assert verdict.fill_empty_groups == ("with placeholders in empty groups" in str(verdict))
-    assert not probe(optim.AdamW).fill_empty_groups
-
-
-class LeavesEmptyOutOfWide(LeavesEmptyOut):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        dtypes = {param.dtype for group in self.param_groups for param in group["params"]}
-        for group in self.param_groups:
-            if group["params"] or dtypes == {torch.bfloat16}:
-                group["step"] = group.get("step", 0) + 1
-                with torch.no_grad():
-                    self.update(group)
-
-
-def test_one_dtype_that_needs_it_is_enough() -> None:
-    params = [torch.ones(2, dtype=d, requires_grad=True) for d in (torch.float32, torch.bfloat16)]
-    for order in (params, params[::-1]):
-        choice = choose("auto", OptimizerRecipe(LeavesEmptyOutOfWide), order, world_size=2)
-        assert choice.verdict is not None
-        assert choice.verdict.fill_empty_groups
-
-
-def test_what_differs_in_a_group_is_named() -> None:
-    assert "kept" in (found := str(probe(Keeps))), found
-
-
 class Keeps(LeavesEmptyOut):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        for group in self.param_groups:
-            group["kept"] = sum(param.numel() for param in group["params"])
-
-
-def test_so_is_what_is_kept_in_another_order() -> None:
-    verdict = probe(KeepsInAnotherOrder)
-    assert verdict.kind == "coupled"
-    assert "'late'" in str(verdict)
+    def update(self, group: dict[str, Any]) -> None:
+        super().update(group)
+        group["kept"] = sum(param.numel() for param in group["params"])
 
 
 class KeepsInAnotherOrder(LeavesEmptyOut):
-    """In the order in which things come up, and what comes up first depends on the group."""
+    """In the order in which keys come up, which depends on the group."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        for group in self.param_groups:
-            numel = sum(param.numel() for param in group["params"])
-            for key in ("late", "early") if numel % 2 else ("early", "late"):
-                group.setdefault(key, True)
+    def update(self, group: dict[str, Any]) -> None:
+        super().update(group)
+        numel = sum(param.numel() for param in group["params"])
+        for key in ("late", "early") if numel % 2 else ("early", "late"):
+            group.setdefault(key, True)
 
 
 class Wraps(LeavesEmptyOut):
-    """Has another optimizer inside, on the same groups, that keeps state of its own."""
+    """Has an inner optimizer on the same groups, with its own state."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
@@ -161,8 +108,46 @@ class Wraps(LeavesEmptyOut):
         return {**super().state_dict(), "inside": self.inside.state_dict()}
 
 
-def test_nothing_is_left_in_an_optimizer_inside() -> None:
-    assert probe(Wraps).kind == "coupled"
+@pytest.mark.parametrize(
+    ("cls", "kind", "why"),
+    [
+        (LeavesEmptyOut, "element-wise", "with placeholders in empty groups"),
+        (TakesTheFirst, "element-wise", "with placeholders in empty groups"),
+        (SaysWhatItTakes, "element-wise", "with placeholders in empty groups"),
+        (ByTensor, "per tensor", "with placeholders in empty groups"),
+        (CountsWhereThereIsAGradient, "coupled", ""),
+        (Keeps, "coupled", "'kept'"),
+        (KeepsInAnotherOrder, "coupled", "'late'"),
+        (Wraps, "coupled", ""),
+        (optim.AdamW, "element-wise", ""),
+    ],
+)
+def test_the_probe_tells(cls: type[Optimizer], kind: str, why: str) -> None:
+    verdict = probe(OptimizerRecipe(cls))
+    assert verdict.kind == kind
+    assert why in verdict.why
+    assert verdict.fill_empty_groups == ("placeholders" in verdict.why)
+
+
+class LeavesEmptyOutOfWide(LeavesEmptyOut):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"]]
+        self.narrow = all(param.dtype is torch.bfloat16 for param in params)
+        super().step()
+
+    def counts(self, params: list[torch.Tensor]) -> bool:
+        return bool(params) or self.narrow
+
+
+def test_one_dtype_that_needs_it_is_enough() -> None:
+    params = [torch.ones(2, dtype=d, requires_grad=True) for d in (torch.float32, torch.bfloat16)]
+    for order in (params, params[::-1]):
+        choice = choose("auto", OptimizerRecipe(LeavesEmptyOutOfWide), order, world_size=2)
+        assert choice.verdict is not None
+        assert choice.verdict.fill_empty_groups
+
+
+def test_nothing_is_left_in_an_inner_optimizer() -> None:
     opt = Wraps([{"params": [nn.Parameter(torch.ones(2))]}, {"params": []}])
     with fill_empty_groups(opt, {1: empty_param(torch.ones(2), torch.float32, has_gradient=True)}):
         opt.step()
@@ -172,7 +157,7 @@ def test_nothing_is_left_in_an_optimizer_inside() -> None:
 
 
 class Net(nn.Module):
-    """So small beside its first group that most ranks have nothing of the second."""
+    """Its second group is so small that most ranks have nothing of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +243,7 @@ def test_numbers_and_counters_are_those_of_the_unsharded_class(
 
 
 class HasModes(LeavesEmptyOut):
-    """Lets nobody know of the mode where there is nothing to turn."""
+    """Notes its mode only in groups that have parameters."""
 
     def train(self, mode: bool = True) -> None:
         for group in self.param_groups:
@@ -279,8 +264,8 @@ def go_through_modes() -> list[list[Any]]:
     opt.train()
     train(net, opt, range(3))
     modes = []
-    for turn in (opt.eval, opt.train, lambda: opt.train(False), lambda: opt.train(mode=True)):
-        turn()
+    for set_mode in (opt.eval, opt.train, lambda: opt.train(False), lambda: opt.train(mode=True)):
+        set_mode()
         modes.append([group["trains"] for group in opt.param_groups])
     return modes
 
@@ -307,17 +292,18 @@ def test_a_group_that_was_refused_is_not_filled() -> None:
 
 
 class NotesDown(LeavesEmptyOut):
-    """Counts by what it finds in a group, once the closure has been evaluated."""
+    """Notes the first parameter of each group, once the closure has been evaluated."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
             with torch.enable_grad():
                 closure()
         super().step()
-        for group in self.param_groups:
-            if group["params"]:
-                first = group["params"][0]
-                group["found"] = str(first.dtype), first.requires_grad, first.grad is not None
+
+    def update(self, group: dict[str, Any]) -> None:
+        super().update(group)
+        first = group["params"][0]
+        group["found"] = str(first.dtype), first.requires_grad, first.grad is not None
 
 
 def note_down(way: str) -> list[Any]:
@@ -341,16 +327,13 @@ def note_down(way: str) -> list[Any]:
     else:
         closure()
         opt.step()
-    return [
-        local["found"] if way != "quantised" else "found" in local for local in opt.param_groups
-    ]
+    return [group.get("found") for group in opt.param_groups]
 
 
-@pytest.mark.parametrize("way", ["masters", "closure"])
-def test_an_empty_group_is_filled_with_what_others_have_there(way: str) -> None:
+@pytest.mark.parametrize("way", ["masters", "closure", "quantised"])
+def test_a_placeholder_is_like_the_trained_parameters_of_its_group(way: str) -> None:
     for found in run_ranks(note_down, 3, way):
-        assert found == [("torch.float32", True, True)] * 2
-
-
-def test_weights_that_do_not_train_are_not_what_it_is_filled_like() -> None:
-    assert run_ranks(note_down, 3, "quantised") == [[True, True]] * 3
+        if way == "quantised":  # ranks note different parameters, but each notes one
+            assert None not in found
+        else:
+            assert found == [("torch.float32", True, True)] * 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import PROBLEMS, make_gpt
+from muon_and_adamw import ADAMW, MUON, divided, groups_of
 from problems import copies, difference, differing, make_params, set_gradients
 from ranks import raises_on_every_rank, run_ranks
 from torch import nn, optim
@@ -16,30 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.local.multi_class import MultiClass, full_name, split_state_dict
+from shardstep.local.multi_class import MultiClass, full_name, optimizer_name, split_state_dict
 
-MUON = {"lr": 0.02, "weight_decay": 0.1}
-ADAMW = {"lr": 0.003, "betas": (0.8, 0.95)}
 STEPS = range(6)
-
-
-def is_hidden(name: str, param: torch.Tensor) -> bool:
-    """Whether Muon is to update it: matrices that are not embeddings."""
-    return param.dim() == 2 and "emb" not in name and "head" not in name
-
-
-def divided(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    named = list(module.named_parameters())
-    hidden = [param for name, param in named if is_hidden(name, param)]
-    rest = [param for name, param in named if not is_hidden(name, param)]
-    assert hidden
-    assert rest
-    return hidden, rest
-
-
-def groups_of(module: nn.Module) -> list[dict[str, Any]]:
-    hidden, rest = divided(module)
-    return [{"params": hidden, "optimizer_class": optim.Muon, **MUON}, {"params": rest}]
 
 
 class Apart:
@@ -57,6 +37,9 @@ class Apart:
     def zero_grad(self) -> None:
         self.muon.zero_grad()
         self.adamw.zero_grad()
+
+    def state_dicts(self) -> dict[str, Any]:
+        return {full_name(type(opt)): opt.state_dict() for opt in (self.muon, self.adamw)}
 
 
 def gpt() -> nn.Module:
@@ -93,6 +76,7 @@ def test_a_mixture_is_its_parts() -> None:
         assert differing(expected, got) == []
     assert [g["lr"] for g in mixture.param_groups] == [g["lr"] for g in apart.param_groups]
     assert [type(part) for part in mixture.parts] == [optim.Muon, optim.AdamW]
+    assert optimizer_name(mixture) == "Muon and AdamW"
 
 
 def test_its_state_dict_divides_into_those_of_its_parts() -> None:
@@ -100,10 +84,7 @@ def test_its_state_dict_divides_into_those_of_its_parts() -> None:
     mixture, apart = MultiClass(groups_of(one), optim.AdamW, **ADAMW), Apart(other)
     train(mixture, one)
     train(apart, other)
-    parts = split_state_dict(mixture.state_dict())
-    assert list(parts) == [full_name(optim.Muon), full_name(optim.AdamW)]
-    assert difference(apart.muon.state_dict(), parts[full_name(optim.Muon)]) is None
-    assert difference(apart.adamw.state_dict(), parts[full_name(optim.AdamW)]) is None
+    assert difference(apart.state_dicts(), split_state_dict(mixture.state_dict())) is None
     again = MultiClass(groups_of(copy.deepcopy(one)), optim.AdamW, lr=9.0)
     again.load_state_dict(mixture.state_dict())
     assert difference(mixture.state_dict(), again.state_dict()) is None
@@ -202,9 +183,8 @@ def test_with_module_two_ranks_equal_ddp_with_both() -> None:
     assert run_ranks(_beside_ddp, 2) == [[], []]
 
 
-def _state_travels(saved: Any, values: Any) -> tuple[Any, Any, list[str]]:
+def _state_travels(saved: Any, values: Any) -> tuple[Any, Any]:
     """Loads what another number of ranks saved, trains on, and saves again."""
-    failures = []
     module = gpt()
     opt = ZeroRedundancyOptimizer(groups_of(module), optim.AdamW, bucket_bytes=1 << 14, **ADAMW)
     if saved is not None:
@@ -214,23 +194,19 @@ def _state_travels(saved: Any, values: Any) -> tuple[Any, Any, list[str]]:
         opt.load_state_dict(saved)
     train(opt, module, range(0, 3) if saved is None else range(3, 6))
     opt.consolidate_state_dict()
-    return (opt.state_dict() if opt.rank == 0 else None), copies(module.parameters()), failures
+    return (opt.state_dict() if opt.rank == 0 else None), copies(module.parameters())
 
 
 def test_state_is_saved_and_loaded_at_other_numbers_of_ranks_and_into_plain_optimizers() -> None:
     plain = gpt()
     apart = Apart(plain)
     train(apart, plain, range(3))
-    (saved, values, _), *_ = run_ranks(_state_travels, 2, None, None)
-    parts = split_state_dict(saved)
-    assert difference(apart.muon.state_dict(), parts[full_name(optim.Muon)]) is None
-    assert difference(apart.adamw.state_dict(), parts[full_name(optim.AdamW)]) is None
+    (saved, values), *_ = run_ranks(_state_travels, 2, None, None)
+    assert difference(apart.state_dicts(), split_state_dict(saved)) is None
     train(apart, plain, range(3, 6))
-    (saved, values, _), *_ = run_ranks(_state_travels, 3, saved, values)
+    (saved, values), *_ = run_ranks(_state_travels, 3, saved, values)
     assert differing(copies(plain.parameters()), values) == []
-    assert (
-        difference(apart.muon.state_dict(), split_state_dict(saved)[full_name(optim.Muon)]) is None
-    )
+    assert difference(apart.state_dicts(), split_state_dict(saved)) is None
 
 
 def _changes() -> list[str]:

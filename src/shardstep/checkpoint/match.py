@@ -16,7 +16,6 @@ import torch
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.file_layout import assign_owners
 from shardstep.checkpoint.format import (
-    MASTER,
     SavedModel,
     SavedOptimizer,
     SavedParam,
@@ -167,28 +166,13 @@ class Match:
                 )
             if specs[index].trainable and _is_empty(param.state):
                 self.without_state.append(index)
-            if param.state is None:
-                continue
-            self._check_master(param, param.state)
-            for leaf in leaves(param.state.node):
+            for leaf in [] if param.state is None else leaves(param.state.node):
                 if leaf.shape != param.shape and leaf.nbytes > most:
                     raise self._unfit(
                         f"state {leaf.path!r} of parameter {param.name!r} takes {leaf.nbytes:,} "
                         f"bytes, too many for a parameter of shape {param.shape}"
                     )
         self.options = self._match_groups(optimizer, saved)
-
-    def _check_master(self, param: SavedParam, state: Tree) -> None:
-        keys = [key for key, _ in state.node[1]]
-        if MASTER not in keys:
-            return
-        item = state.node[1][0][1]
-        found = leaves(item) if keys[0] == MASTER and item[0] == "tensor" else []
-        if not found or found[0].shape != param.shape or not found[0].dtype.is_floating_point:
-            raise self._unfit(
-                f"the master of parameter {param.name!r} is not a tensor of floating-point numbers "
-                f"of shape {param.shape}"
-            )
 
     def _match_params(
         self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer

@@ -37,7 +37,7 @@ class AsyncSave:
 
     Args:
         comm: the ranks, on connections that only this save uses.
-        job: the files to write, from memory that does not change meanwhile.
+        job: the files to write, from memory that only this save uses.
 
     Attributes:
         path: where the checkpoint will be.
@@ -80,7 +80,7 @@ class AsyncSave:
 
 
 class AsyncSaveState:
-    """What the background saves of one optimizer share: connections, memory, the running save."""
+    """Connections, memory and the running save that one optimizer's background saves share."""
 
     def __init__(self) -> None:
         self._connection: tuple[Any, Comm] | None = None

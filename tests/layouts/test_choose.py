@@ -1,0 +1,280 @@
+"""The layout of a group is the one asked for, declared, known or probed, or there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import toy_optimizers as toys
+from torch import optim
+from torch.optim import Optimizer
+from toy_optimizers import Simple
+
+import shardstep.layouts.choose
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer
+from shardstep.layouts.choose import choose
+from shardstep.layouts.probe import probe
+from shardstep.layouts.recipe import OptimizerRecipe
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def chosen(layout: str, cls: Any, world_size: int = 2, **options: Any) -> Any:
+    params = [torch.nn.Parameter(torch.zeros(3, 3))]
+    return choose(layout, OptimizerRecipe(cls, options), params, world_size)
+
+
+class SaysWhole(Simple):
+    shardstep_layout = "whole"
+
+
+class SaysSliced(toys.TrustRatio):
+    shardstep_layout = "sliced"
+
+
+class SaysNonsense(Simple):
+    shardstep_layout = "diagonal"
+
+
+@pytest.mark.parametrize(
+    ("layout", "cls", "expected"),
+    [
+        ("auto", optim.AdamW, "sliced"),
+        ("whole", optim.AdamW, "whole"),
+        ("auto", toys.Momentum, "sliced"),
+        ("sliced", toys.Momentum, "sliced"),
+        ("whole", toys.Momentum, "whole"),
+        ("auto", toys.TrustRatio, "whole"),
+        ("whole", toys.TrustRatio, "whole"),
+        ("auto", SaysWhole, "whole"),
+        ("auto", SaysSliced, "sliced"),
+        ("whole", SaysSliced, "whole"),
+        ("sliced", toys.Noisy, "sliced"),
+        ("whole", toys.NoisyTrust, "whole"),
+        ("whole", toys.TwoPhases, "whole"),
+        ("sliced", toys.TwoPhases, "sliced"),
+    ],
+)
+def test_the_layout_is_the_one_asked_for_or_the_one_needed(
+    layout: str, cls: Any, expected: str
+) -> None:
+    assert chosen(layout, cls).layout == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "cls", "message"),
+    [
+        (
+            "sliced",
+            toys.TrustRatio,
+            "numbers of TrustRatio, which updates each tensor.*layout='whole'",
+        ),
+        ("sliced", toys.NoisyTrust, "would change the numbers of NoisyTrust"),
+        ("sliced", SaysWhole, "SaysWhole declares that it needs layout='whole'"),
+        ("auto", SaysNonsense, "shardstep_layout must be 'sliced' or 'whole', not 'diagonal'"),
+        ("auto", toys.GlobalClip, "GlobalClip couples all parameters.*unsharded"),
+        ("whole", toys.GlobalClip, "GlobalClip couples all parameters"),
+        ("whole", toys.NoisyCoupled, "NoisyCoupled couples all parameters"),
+        (
+            "auto",
+            toys.MovesThenEvaluates,
+            "moves parameters before it evaluates its closure.*unsharded",
+        ),
+        ("auto", optim.LBFGS, "LBFGS couples all parameters.*closure more than once.*unsharded"),
+        ("auto", toys.Noisy, "Noisy draws random numbers.*layout='sliced'.*seed each rank"),
+        ("auto", toys.NoisyTrust, "NoisyTrust draws random numbers.*layout='whole'"),
+        ("auto", toys.TwoPhases, "TwoPhases could not be probed.*first_step.*layout='whole'"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused(layout: str, cls: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen(layout, cls)
+
+
+def test_what_the_class_says_of_its_options_reaches_the_user() -> None:
+    with pytest.raises(TypeError, match="wings"):
+        chosen("auto", optim.Muon, wings=2)
+
+
+@pytest.mark.parametrize("cls", [toys.GlobalClip, toys.TwoPhases, toys.Noisy, optim.LBFGS])
+def test_one_rank_takes_any_class_and_probes_none(
+    cls: Callable[..., Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shardstep.layouts.choose, "probe", None)
+    assert chosen("auto", cls, world_size=1).layout == "whole"
+
+
+def test_a_class_with_equal_options_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[Any] = []
+
+    def counting(*args: Any) -> Any:
+        probed.append(args)
+        return probe(*args)
+
+    monkeypatch.setattr(shardstep.layouts.choose, "probe", counting)
+    for lr in (0.1, 0.1, torch.tensor(0.1), torch.tensor(0.1), 0.2):
+        chosen("auto", toys.Momentum, lr=lr, nested={"a": [1, 2.0]})
+    chosen("auto", toys.Momentum, lr=0.2, nested={"a": [True, 2.0]})
+    assert len(probed) == 4
+
+
+# ------------------------------------------------------------------------------------- sizes
+
+
+class FromSomeSize(Simple):
+    """Looks at whole tensors, but only if they are large, or made up of blocks, or have many rows.
+
+    As low-bit classes quantise, and as factored ones factor.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        min_size: float = 1e9,
+        block_size: float = 1e9,
+        rows: int | None = None,
+    ) -> None:
+        super().__init__(params, min_size=min_size, block_size=block_size)
+        self.rows = rows or 10**9
+
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> torch.Tensor:
+        blocks = p.numel() >= 4096 and p.numel() % group["block_size"] == 0
+        many_rows = p.dim() == 2 and p.shape[0] >= self.rows
+        large = p.numel() >= group["min_size"] or blocks or many_rows
+        return grad / grad.abs().max() if large else grad
+
+
+class From30000(FromSomeSize):
+    def __init__(self, params: Any, min_size: int = 30_000) -> None:
+        super().__init__(params, min_size)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "group_options", "size"),
+    [
+        (FromSomeSize, {"min_size": 50_000}, {}, 50_000),
+        (FromSomeSize, {"min_size": 200_000.0}, {}, 200_000),
+        (FromSomeSize, {}, {"min_size": 50_000}, 50_000),
+        (FromSomeSize, {"block_size": 300}, {}, 300),
+        (FromSomeSize, {"block_size": 2048}, {}, 2048),
+        (FromSomeSize, {"block_size": 100_000}, {}, 100_000),
+        (FromSomeSize, {"rows": 500}, {}, 500),
+        (From30000, {}, {}, 30_000),
+        (functools.partial(From30000, min_size=40_000), {}, {}, 40_000),
+    ],
+)
+def test_a_class_is_tried_beyond_the_sizes_that_it_is_told(
+    cls: Any, options: dict[str, Any], group_options: dict[str, Any], size: int
+) -> None:
+    def layout(largest: int) -> str:
+        param = torch.nn.Parameter(torch.empty(largest))
+        return choose("auto", OptimizerRecipe(cls, options, group_options), [param], 2).layout
+
+    assert layout(size) == "whole"
+    assert layout(size - 1) == "sliced"  # nothing here is as large as that
+
+
+def test_numbers_that_are_no_sizes_cost_nothing() -> None:
+    numbers = {"steps": 10**9, "warmup": 100, "seed": -7, "eps": 1e-8, "far": float("inf")}
+    group_options = {"on": True, "nested": (512, [1000.0]), "half": 300.5, "no": float("nan")}
+    assert OptimizerRecipe(Simple, numbers, group_options).sizes(2**40) == (512, 1000)
+
+
+# ---------------------------------------------------------------------- what makes optimizers
+
+
+class HandsOn(Optimizer):
+    """Never calls the base class, as wrappers that offload to the CPU do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        self.inner = [torch.optim.SGD([p], lr) for group in params for p in group["params"]]
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return [group for opt in self.inner for group in opt.param_groups]
+
+    def step(self, closure: Any = None) -> None:
+        for opt in self.inner:
+            opt.step()
+
+
+def test_an_optimizer_that_keeps_its_state_elsewhere_is_refused() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    message = "HandsOn does not keep state and groups as a torch"
+    with pytest.raises(ValueError, match=message):
+        chosen("auto", HandsOn)
+    with pytest.raises(ValueError, match=message):  # nor on one rank, where nothing is probed
+        ZeroRedundancyOptimizer([param], HandsOn, layout="whole")
+    groups = [
+        {"params": [param], "optimizer_class": HandsOn},
+        {"params": [torch.nn.Parameter(torch.ones(3))]},
+    ]
+    with pytest.raises(ValueError, match=message):  # nor as one of several
+        ZeroRedundancyOptimizer(groups, torch.optim.SGD, layout="whole")
+
+
+def made_by_a_function(groups: Any, **options: Any) -> Optimizer:
+    return SaysWhole(groups, **options)
+
+
+@dataclasses.dataclass
+class Unhashable:
+    cls: Any
+
+    def __call__(self, groups: Any) -> Optimizer:
+        made: Optimizer = self.cls(groups, lr=0.1)
+        return made
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(SaysWhole, lr=0.2),
+        functools.partial(functools.partial(SaysWhole, lr=0.2), lr=0.3),
+        made_by_a_function,
+        lambda groups: SaysWhole(groups),
+        Unhashable(SaysWhole),
+    ],
+    ids=["partial", "partial of a partial", "function", "lambda", "object"],
+)
+def test_what_a_class_says_is_believed_however_it_is_made(make: Any) -> None:
+    assert chosen("auto", make).layout == "whole"
+    with pytest.raises(ValueError, match="declares that it needs layout='whole'"):
+        chosen("sliced", make)
+
+
+def test_an_object_that_cannot_be_hashed_may_make_optimizers() -> None:
+    assert chosen("auto", Unhashable(toys.Momentum)).layout == "sliced"
+
+
+def test_a_function_may_make_more_of_a_class_that_is_known() -> None:
+    def clipping(groups: Any) -> Optimizer:
+        opt = optim.SGD(groups, lr=0.1)
+        params = [p for group in opt.param_groups for p in group["params"]]
+
+        def clip(*_: Any) -> None:
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+
+        opt.register_step_pre_hook(clip)
+        return opt
+
+    with pytest.raises(ValueError, match="couples all parameters"):
+        chosen("auto", clipping)
+
+
+def test_a_class_that_treats_dtypes_of_a_group_otherwise_together_is_refused() -> None:
+    """Adafactor derives its epsilon from the first tensor of a group."""
+    params = [torch.zeros(8, 8, dtype=dtype, requires_grad=True) for dtype in (FP32, BF16)]
+    plain = OptimizerRecipe(optim.Adafactor)
+    with pytest.raises(ValueError, match="give each dtype its own group"):
+        choose("auto", plain, params, 2)
+    # With a given epsilon it is the same together and apart; and so it is in groups of one dtype.
+    told = OptimizerRecipe(optim.Adafactor, {"eps": (1e-8, 1e-3)})
+    assert choose("auto", told, params, 2).layout == "whole"
+    assert choose("auto", plain, params[:1], 2).layout == "whole"
+    assert choose("auto", plain, params, 2, MixedPrecision()).layout == "whole"
+    assert choose("auto", OptimizerRecipe(Simple), params, 2).layout == "sliced"
