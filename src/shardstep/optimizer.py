@@ -241,9 +241,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Returns:
             The norm before clipping, the same on every rank.
-
-        Raises:
-            RuntimeError: with `overlap_with_ddp=True`, where the step was taken before this call.
         """
         return self.mode.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite, foreach)
 
@@ -346,8 +343,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Return the state that `consolidate_state_dict` last gathered on this rank.
 
         It is what the unsharded optimizer's `state_dict()` would be, with tensors on the CPU, and
-        loads into a plain `torch.optim` optimizer. Masters, if there are any, are in it under
-        `"masters"`, by parameter number and in the parameter's shape. For
+        loads into a plain `torch.optim` optimizer. Masters are in it under `"masters"`. For
         `torch.distributed.checkpoint`, wrap the optimizer in `shardstep.checkpoint.Sharded`.
 
         Raises:
@@ -379,8 +375,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook by which a rank without data shadows the others; takes no options.
 
-        Without `module`, list the joinable that synchronises gradients first, as in
-        `Join([ddp_model, optimizer])`. With `module`, list the optimizer first.
+        Use `Join([ddp_model, optimizer])`. With `module`, list the optimizer first.
         """
         refuse_dtensors(
             zip((spec.name for spec in self.plan.specs), self.mode.params, strict=True),
