@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
+import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -157,14 +158,9 @@ class _Parts(NamedTuple):
 
 
 def _read_torch(file: Path) -> Any:
+    mapped = zipfile.is_zipfile(file)  # the format before torch 1.6 cannot be mapped
     try:
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            # The format before torch 1.6 cannot be mapped.
-            return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{file}: holds more than tensors, numbers, text, lists and dicts, and reading that "
