@@ -1,4 +1,4 @@
-"""What a step on a matrix costs is known before it is taken, and the work is dealt by it."""
+"""The cost of a step on a matrix is known in advance, and ranks share the work by it."""
 
 from __future__ import annotations
 

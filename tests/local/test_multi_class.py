@@ -131,7 +131,7 @@ def test_a_state_dict_of_other_classes_is_refused() -> None:
 # ------------------------------------------------------------------------------- divided by ranks
 
 
-def _beside_unsharded(view: bool) -> list[str]:
+def _against_unsharded(view: bool) -> list[str]:
     """The same gradients on every rank: what DDP gives, without its rounding at four ranks."""
     failures = []
     plain = gpt()
@@ -152,10 +152,10 @@ def _beside_unsharded(view: bool) -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_muon_and_adamw_on_the_gpt_equal_the_unsharded_ones(world_size: int) -> None:
     for view in (False, True):
-        assert run_ranks(_beside_unsharded, world_size, view) == [[]] * world_size
+        assert run_ranks(_against_unsharded, world_size, view) == [[]] * world_size
 
 
-def _beside_ddp() -> list[int]:
+def _against_ddp() -> list[int]:
     problem = PROBLEMS["gpt"]
     results = []
     for sharded in (False, True):
@@ -180,7 +180,7 @@ def _beside_ddp() -> list[int]:
 
 
 def test_with_module_two_ranks_equal_ddp_with_both() -> None:
-    assert run_ranks(_beside_ddp, 2) == [[], []]
+    assert run_ranks(_against_ddp, 2) == [[], []]
 
 
 def _state_travels(saved: Any, values: Any) -> tuple[Any, Any]:

@@ -162,7 +162,7 @@ class Planner:
                 "into buckets; leave out parameters_as_bucket_view=True, module= and "
                 "overlap_with_ddp=True, or let the class make its views when it needs them"
             )
-        name = type(local.optim).__qualname__
+        name = optimizer_name(local.optim)
         return local, [f"optimizer class {name}", *describe_options(local.optim.param_groups)]
 
     def _make_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
