@@ -85,7 +85,9 @@ def refuse_all(kind: str, valid: Path, work: Path) -> tuple[int, list[str]]:
     return len(kinds), wrong
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "contents")) for k in KINDS]
+)
 def test_what_is_damaged_is_refused_by_name(kind: str, valid: Path, tmp_path: Path) -> None:
     [(count, wrong)] = run_ranks(refuse_all, 1, kind, valid, tmp_path)
     assert not wrong, "\n".join(wrong)

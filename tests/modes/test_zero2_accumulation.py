@@ -304,7 +304,7 @@ def _run_to_the_bit(overlap: bool) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_holding_back_clearing_and_giving_up_gradients_equals_ddp_to_the_bit(overlap: bool) -> None:
     assert run_ranks(_run_to_the_bit, 2, overlap) == [[], []]
 

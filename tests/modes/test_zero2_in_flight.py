@@ -128,6 +128,7 @@ class _Jumbled:
 
 
 DOUBLES: dict[str, Callable[[Any], Any]] = {"late": _Late, "shuffled": _Shuffled}
+SLOW_IF_SHUFFLED = ["late", pytest.param("shuffled", marks=pytest.mark.slow)]
 
 # ----------------------------------------------------------------------- training through doubles
 
@@ -151,7 +152,7 @@ def _train(double: str) -> list[str]:
     return failing(checks)
 
 
-@pytest.mark.parametrize("double", list(DOUBLES))
+@pytest.mark.parametrize("double", SLOW_IF_SHUFFLED)
 def test_training_reads_nothing_that_has_not_arrived(double: str) -> None:
     assert run_ranks(_train, 2, double, timeout=110) == [[], []]
 
@@ -379,7 +380,7 @@ def _read(double: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("double", list(DOUBLES))
+@pytest.mark.parametrize("double", SLOW_IF_SHUFFLED)
 def test_no_way_of_reading_a_parameter_in_flight_sees_an_old_value(double: str) -> None:
     assert run_ranks(_read, 2, double) == [[], []]
 

@@ -61,7 +61,9 @@ def _unlike_ddp(names: list[str], kind: Kind, steps: range) -> tuple[list[str], 
     return failures, num_buckets
 
 
-@pytest.mark.parametrize("kind", [ADAMW, SGD], ids=["AdamW", "SGD"])
+@pytest.mark.parametrize(
+    "kind", [ADAMW, pytest.param(SGD, marks=pytest.mark.slow)], ids=["AdamW", "SGD"]
+)
 def test_two_ranks_equal_ddp_at_every_step_to_the_bit(kind: Kind) -> None:
     names = ["gpt", "conv", "branching"]
     for failures, num_buckets in run_ranks(_unlike_ddp, 2, names, kind, STEPS, timeout=110):

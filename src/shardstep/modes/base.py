@@ -147,7 +147,7 @@ class Mode(Shards):
             if not params.shard.pieces:
                 local.try_idle()
             self._refuse_kept_views(local.optim)
-            name = type(local.optim).__qualname__
+            name = optimizer_name(local.optim)
             return local, [f"optimizer class {name}", *describe_options(local.optim.param_groups)]
 
         local = check_same_on_all_ranks(self.comm, CONSTRUCTING, make_local)
