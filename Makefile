@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow check bench docs format clean
+.PHONY: help demo test test-slow coverage check bench docs format clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -18,14 +18,17 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train a small GPT with DDP, sharded under DDP and sharded without it, and compare
 	$(BIN)/shardstep demo
 
-test: $(READY)  ## run the tests, with coverage of every rank
+test: $(READY)  ## run the fast tests
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests
+
+test-slow: $(READY)  ## run the slow tests: more ranks, many iterations under load
+	$(BIN)/python -m pytest -n 2 -m slow tests
+
+coverage: $(READY)  ## run all tests, fast and slow, with coverage of every rank
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -n 2 -m "not slow" tests
+	$(BIN)/python -m coverage run -m pytest -n 2 tests
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --fail-under=95
-
-test-slow: $(READY)  ## run the tests that take minutes: many iterations under load
-	$(BIN)/python -m pytest -n 2 -m slow tests
 
 check: $(READY)  ## lint, formatting and types
 	$(BIN)/ruff check .

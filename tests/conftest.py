@@ -1,15 +1,10 @@
 """Settings of every test: one thread, so that sums are taken in one order and compare bitwise.
 
-``tests/`` is importable through ``pythonpath`` in pyproject.toml, where every test also has its
-timeout; ``--strict-config`` makes that an error rather than nothing without pytest-timeout.
-
-It also says which tests are long ones, beside those that are marked so where they stand: what runs
-at two ranks in the fast suite runs at three and four in the long one, and so do variations of a
-fast test that take many seconds.
+``tests/support`` is importable through ``pythonpath`` in pyproject.toml. The timeout of every test
+is there too; ``--strict-config`` makes that an error rather than nothing without pytest-timeout.
 """
 
 import os
-import re
 from typing import Any
 
 # Before torch is imported, since OpenMP reads it then; the ranks of a test inherit it.
@@ -29,42 +24,16 @@ settings.register_profile("steady", derandomize=True, **CALM)
 settings.register_profile("search", max_examples=1000, **CALM)
 settings.load_profile("steady")
 
-#: Files whose tests have the number of ranks among their parameters.
-BY_RANKS = {
-    "test_checkpoint.py",
-    "test_checkpoint_fit.py",
-    "test_checkpoint_precision.py",
-    "test_comm.py",
-    "test_dcp.py",
-    "test_option_database.py",
-    "test_parity.py",
-    "test_precision_parity.py",
-    "test_register.py",
-    "test_scenarios.py",
-    "test_state_dict.py",
-    "test_trainability.py",
-    "test_zero2_clip.py",
-    "test_zero2_join.py",
-}
-
-#: Variations of a fast test that take many seconds.
-LONG = re.compile(
-    r"test_communication_that_overlaps_the_model_may_be_late_and_in_any_order\[2-whole"
-    r"|test_known_models_are_divided_fairly\[llama3_8b-1024\]"
-    r"|test_muon_is_dealt_fairly\[llama3_8b-64"
-    r"|test_names_from_inside_of_wrappers_are_known\[.*-True\]"
-    r"|test_no_way_of_reading_a_parameter_in_flight_sees_an_old_value\[shuffled\]"
-    r"|test_state_is_that_of_the_local_part_and_loads_at_the_same_place\[2-2\]"
-    r"|test_training_reads_nothing_that_has_not_arrived\[.*-shuffled\]"
-    r"|test_uneven_and_empty_parts_and_missing_gradients\[(1-2|2-1)\]"
-    r"|test_what_is_damaged_is_refused_by_name\[contents\]"
-)
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark a test at three or four ranks as slow if it also runs at two."""
+
+    def world_size(item: pytest.Item) -> Any:
+        return item.callspec.params.get("world_size") if hasattr(item, "callspec") else None
+
+    at_two = {item.nodeid.partition("[")[0] for item in items if world_size(item) == 2}
     for item in items:
-        more_ranks = item.path.name in BY_RANKS and re.search(r"[\[-][34](?=[\]-])", item.name)
-        if more_ranks or LONG.match(item.name):
+        if item.nodeid.partition("[")[0] in at_two and world_size(item) in (3, 4):
             item.add_marker(pytest.mark.slow)
 
 

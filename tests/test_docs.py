@@ -252,6 +252,14 @@ def test_the_design_page_lists_every_room() -> None:
     assert sorted(name for name in modules | folders if f"`{name}`" not in page) == []
 
 
+def test_the_contributing_page_lists_every_verb() -> None:
+    verbs = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    listed = re.findall(
+        r"^\| `make ([a-z-]+)`", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(verbs - {"help", "clean"})
+
+
 # ---------------------------------------------------------------------------------- drop-in
 
 METHODS = ["step", "add_param_group", "load_state_dict", "state_dict", "zero_grad"]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from models import PROBLEMS
+from muon_and_adamw import ADAMW, groups_of
 from ranks import run_ranks
-from test_multi_class import ADAMW, groups_of
 from torch import nn, optim
 
 from shardstep import ZeroRedundancyOptimizer

@@ -1,4 +1,4 @@
-"""A save is complete or not there, whatever happens to it; and what goes wrong, all ranks hear."""
+"""A save is atomic: a failure on one rank raises on all, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def write_fails(parent: Path, way: str, asynchronous: bool) -> Any:
         try:
             if asynchronous:
                 ckpt.async_save(parent / way, opt, net)
-                # Training goes on meanwhile, and says nothing.
+                # Training goes on, and raises nothing.
                 for param in net.parameters():
                     param.grad = torch.ones_like(param)
                 opt.step()
@@ -330,7 +330,7 @@ def test_newest_is_what_was_saved_last_even_if_the_clock_was_set_back(
 def test_one_that_cannot_be_removed_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has just been saved is none the worse for it."""
+    """The checkpoint that was just saved is complete all the same."""
     ckpt.save(tmp_path / "one", extra=1)
     rename = os.rename
 

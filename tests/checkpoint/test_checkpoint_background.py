@@ -55,7 +55,7 @@ def train_while_saving(parent: Path) -> list[str]:
         if saving.done():
             wrong.append("it was done before it could be")
         if difference(expected, picture(net, opt)) is None:
-            wrong.append("nothing was trained meanwhile")
+            wrong.append("nothing was trained while it was saved")
         gate.open.set()
         assert saving.wait() == parent / "async"
         assert saving.done()
@@ -68,7 +68,7 @@ def train_while_saving(parent: Path) -> list[str]:
 
 
 def two_in_a_row(parent: Path) -> None:
-    """The second waits for the first; both are of their own moment."""
+    """The second waits for the first, and each has the values of its call."""
     net, opt = build(1, 2)
     pictures = []
     for number in range(3):
@@ -85,7 +85,7 @@ def two_in_a_row(parent: Path) -> None:
 
 
 def two_optimizers(parent: Path) -> None:
-    """Each has a save of its own running; failures are its own too."""
+    """Each optimizer runs one save, and raises the failures of that save only."""
     (one, first), (two, second) = build(1, 2), build(5, 1)
     expected = [picture(one, first), picture(two, second)]
     gate = Gate()

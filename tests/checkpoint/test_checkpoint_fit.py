@@ -1,7 +1,7 @@
-"""What fits a checkpoint and what does not: names, shapes, kinds of state and of models.
+"""Matching a checkpoint with an optimizer and a model: names, groups, shapes, classes and state.
 
-What does not fit is said on every rank and changes nothing; what is loaded in part, or starts from
-zero, is said too.
+A misfit raises on every rank and changes nothing. A partial load warns, and so does state that
+starts from zero.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def by_other_names(parent: Path) -> None:
     assert (result.missing, result.unexpected) == ((), ())
     assert difference(list(whole(opt, net).values()), list(whole(fresh, other).values())) is None
     assert not differing(list(net.state_dict().values()), list(other.state_dict().values()))
-    # Only one of them is known there: the rest is said, and stays as it was.
+    # The checkpoint knows only one of them: the rest is named, and stays as it was.
     third = Small("x_")
     last = stepped(third, steps=1, lr=0.5)
     before, weights = whole(last, third), third.x_b.detach().clone()
@@ -131,7 +131,7 @@ def by_other_names(parent: Path) -> None:
 
 
 def regrouped(parent: Path) -> None:
-    """Options follow the parameters by name; where they were different, that is said."""
+    """Options follow the parameters by name. Parameters with different options are refused."""
     net = Small()
     groups = [{"params": [("w", net.w)], "lr": 0.1}, {"params": [("b", net.b)], "lr": 0.2}]
     opt = stepped(net, groups)

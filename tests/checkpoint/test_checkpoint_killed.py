@@ -100,7 +100,7 @@ def stretch() -> None:
 
 
 def go_on(parent: Path, signs: Path, asynchronous: bool, saves: int) -> None:
-    """Load the newest checkpoint, check it, and save the steps after it until somebody kills us."""
+    """Load the newest checkpoint, check it, and save the steps after it until killed."""
     net, opt = make()
     newest = ckpt.latest(parent)
     step = 0
@@ -153,8 +153,7 @@ def endure(tmp_path: Path, moments: int, seed: int) -> dict[str, int]:
         with pytest.raises(RankFailure, match="exit code -9") as caught:
             run_ranks(go_on, 2, parent, signs, asynchronous, UNTIL_KILLED, timeout=60)
         killer.join()
-        # What it began with was loaded and checked before anybody was killed; and who lives on
-        # hears of it.
+        # The survivor raises. Its checkpoint was loaded and checked before the kill.
         for bad in ("AssertionError", "CheckpointError", "was still running"):
             assert bad not in str(caught.value), str(caught.value)
         seen["midst"] += any(name.startswith(".") for name in found)

@@ -115,7 +115,7 @@ def sees_another_folder(parent: Path) -> None:
 
 
 def asks_for_something_else(parent: Path) -> None:
-    """Ranks that ask for different things raise: nobody waits, or loads what the others do not."""
+    """Ranks that ask for different things raise: none waits, and none loads."""
     net, opt = build(1, 1)
     rank = dist.get_rank()
     ckpt.save(parent / "a", opt, net)

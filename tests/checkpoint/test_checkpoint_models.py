@@ -81,7 +81,7 @@ def strange_models(parent: Path) -> None:
             assert difference(*pair) is None, key
         assert other.count == 1
         assert other.one is other.tied
-        # And the numbers go on alike.
+        # The next step gives the same numbers.
         for each, both in ((net, opt), (other, fresh)):
             for number, param in enumerate(each.parameters()):
                 param.grad = torch.full_like(param, 0.1 * number)
@@ -146,9 +146,9 @@ def tied_otherwise(parent: Path) -> None:
     renamed = pair(True)
     ckpt.load(parent / "tied", model=renamed)
     assert torch.equal(renamed.b, one.a)
-    # Two that have come to be the same are one tensor, and two that differ are not.
-    ckpt.save(parent / "alike", model=two)
-    ckpt.load(parent / "alike", model=pair(True))
+    # Two equal tensors load into one, and two different ones do not.
+    ckpt.save(parent / "equal", model=two)
+    ckpt.load(parent / "equal", model=pair(True))
     with torch.no_grad():
         two.b[0, 0] += 1
     ckpt.save(parent / "untied", model=two)

@@ -156,7 +156,7 @@ def train_with_and_without(double: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("double", ["late", "any order"])
-@pytest.mark.parametrize("layout", ["sliced", "whole"])
+@pytest.mark.parametrize("layout", ["sliced", pytest.param("whole", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_communication_that_overlaps_the_model_may_be_late_and_in_any_order(
     double: str, layout: str, world_size: int

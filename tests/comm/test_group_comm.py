@@ -162,7 +162,7 @@ def test_ranks_are_those_of_the_group_and_outsiders_are_refused() -> None:
 def bind_new_groups() -> list[Any]:
     """The devices to which new groups are bound, for a rank that works on an accelerator."""
     device, asked = torch.device("cuda:3"), []
-    comm = GroupComm(dist.group.WORLD, device)
+    comm = GroupComm(dist.group.WORLD, [device])
 
     def new_group(*args: Any, device_id: torch.device | None = None, **options: Any) -> Any:
         asked.append(str(device_id))
@@ -177,11 +177,12 @@ def bind_new_groups() -> list[Any]:
             with mock.patch.object(dist.ProcessGroup, "bound_device_id", device):
                 comm.new_connection()
             connect(None, [torch.zeros(1)]).new_connection()
+            GroupComm(dist.group.WORLD, [device, torch.device("cuda:4")]).new_connection()
     return asked
 
 
 def test_new_groups_are_bound_to_the_device_of_the_parameters() -> None:
-    expected = ["None", "None", "None", "cuda:3", "None", "None", "None"]
+    expected = ["None", "None", "None", "cuda:3", "None", "None", "None", "None"]
     assert run_ranks(bind_new_groups, 2) == [expected] * 2
 
 

@@ -171,7 +171,7 @@ def _with_masters(library: str, device: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("device", "backend", "world_size"), WHERE)
-def test_with_masters_it_equals_masters_that_nobody_shards(
+def test_with_masters_it_equals_unsharded_masters(
     library: str, device: str, backend: str, world_size: int
 ) -> None:
     outcome = run_ranks(_with_masters, world_size, library, device, backend=backend)
@@ -200,7 +200,7 @@ def _save(library: str, how: str, folder: Path, device: str) -> list[torch.Tenso
 def _load(
     library: str, how: str, folder: Path, device: str, values: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], set[str]]:
-    """What training on comes to, and where state lies."""
+    """Train on. Return the parameters and the devices of the state."""
     params, opt = _start(library, device)
     with torch.no_grad():
         for param, value in zip(params, values, strict=True):

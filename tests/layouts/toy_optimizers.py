@@ -246,13 +246,13 @@ class Stacked(Simple):
         for group in self.param_groups:
             matrices = [p for p in group["params"] if p.dim() == 2 and p.grad is not None]
             for shape in dict.fromkeys(p.shape for p in matrices):
-                alike = [p for p in matrices if p.shape == shape]
-                state, grads = self.state[alike[0]], torch.stack([p.grad for p in alike])
+                stack = [p for p in matrices if p.shape == shape]
+                state, grads = self.state[stack[0]], torch.stack([p.grad for p in stack])
                 moment = state.get("moment")
                 if moment is None or moment.shape != grads.shape:
                     moment = torch.zeros_like(grads)
                 state["moment"] = moment * 0.9 + grads
-                for p, update in zip(alike, state["moment"], strict=True):
+                for p, update in zip(stack, state["moment"], strict=True):
                     p.grad.copy_(update / update.norm())
         super().before()
 

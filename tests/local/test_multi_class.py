@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import PROBLEMS, make_gpt
+from muon_and_adamw import ADAMW, MUON, divided, groups_of
 from problems import copies, difference, differing, make_params, set_gradients
 from ranks import raises_on_every_rank, run_ranks
 from torch import nn, optim
@@ -18,28 +19,7 @@ from torch.optim import lr_scheduler
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.local.multi_class import MultiClass, full_name, optimizer_name, split_state_dict
 
-MUON = {"lr": 0.02, "weight_decay": 0.1}
-ADAMW = {"lr": 0.003, "betas": (0.8, 0.95)}
 STEPS = range(6)
-
-
-def is_hidden(name: str, param: torch.Tensor) -> bool:
-    """Whether Muon is to update it: matrices that are not embeddings."""
-    return param.dim() == 2 and "emb" not in name and "head" not in name
-
-
-def divided(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    named = list(module.named_parameters())
-    hidden = [param for name, param in named if is_hidden(name, param)]
-    rest = [param for name, param in named if not is_hidden(name, param)]
-    assert hidden
-    assert rest
-    return hidden, rest
-
-
-def groups_of(module: nn.Module) -> list[dict[str, Any]]:
-    hidden, rest = divided(module)
-    return [{"params": hidden, "optimizer_class": optim.Muon, **MUON}, {"params": rest}]
 
 
 class Apart:
@@ -151,7 +131,7 @@ def test_a_state_dict_of_other_classes_is_refused() -> None:
 # ------------------------------------------------------------------------------- divided by ranks
 
 
-def _beside_unsharded(view: bool) -> list[str]:
+def _against_unsharded(view: bool) -> list[str]:
     """The same gradients on every rank: what DDP gives, without its rounding at four ranks."""
     failures = []
     plain = gpt()
@@ -172,10 +152,10 @@ def _beside_unsharded(view: bool) -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_muon_and_adamw_on_the_gpt_equal_the_unsharded_ones(world_size: int) -> None:
     for view in (False, True):
-        assert run_ranks(_beside_unsharded, world_size, view) == [[]] * world_size
+        assert run_ranks(_against_unsharded, world_size, view) == [[]] * world_size
 
 
-def _beside_ddp() -> list[int]:
+def _against_ddp() -> list[int]:
     problem = PROBLEMS["gpt"]
     results = []
     for sharded in (False, True):
@@ -200,7 +180,7 @@ def _beside_ddp() -> list[int]:
 
 
 def test_with_module_two_ranks_equal_ddp_with_both() -> None:
-    assert run_ranks(_beside_ddp, 2) == [[], []]
+    assert run_ranks(_against_ddp, 2) == [[], []]
 
 
 def _state_travels(saved: Any, values: Any) -> tuple[Any, Any]:

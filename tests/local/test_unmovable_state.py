@@ -1,4 +1,4 @@
-"""What a class keeps of its parameters beside its state is not lost without a word."""
+"""Per-parameter state outside `optimizer.state` is never lost silently."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def make_params() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.randn(shape, generator=source)) for shape in SHAPES]
 
 
-def beside_unsharded(cls: Any) -> list[int]:
+def against_unsharded(cls: Any) -> list[int]:
     params = make_params()
     mirror = make_params()
     train(cls(mirror, lr=0.1), mirror, range(4))
@@ -131,7 +131,7 @@ def after_adding_a_group(cls: Any) -> None:
 
 @pytest.mark.parametrize("cls", HIDING)
 def test_its_numbers_are_those_of_the_unsharded_class(cls: Any) -> None:
-    assert run_ranks(beside_unsharded, 2, cls) == [[], []]
+    assert run_ranks(against_unsharded, 2, cls) == [[], []]
 
 
 @pytest.mark.parametrize("layout", ["sliced", "whole"])
@@ -157,7 +157,7 @@ def test_views_from_before_parameters_move_into_buckets_are_refused() -> None:
 
 
 class Innocent(SGD):
-    """Has tensors of its own, but none for each parameter."""
+    """Has other tensors, but not one for each parameter."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr, momentum=0.9)
@@ -166,7 +166,7 @@ class Innocent(SGD):
         self.sizes = [p.numel() for group in self.param_groups for p in group["params"]]
 
 
-def frozen_beside_unsharded(cls: Any) -> list[int]:
+def frozen_against_unsharded(cls: Any) -> list[int]:
     params = make_params()
     mirror = make_params()
     for each, opt in (
@@ -180,7 +180,7 @@ def frozen_beside_unsharded(cls: Any) -> list[int]:
 
 
 def test_other_attributes_do_no_harm() -> None:
-    assert run_ranks(frozen_beside_unsharded, 2, Innocent) == [[], []]
+    assert run_ranks(frozen_against_unsharded, 2, Innocent) == [[], []]
 
 
 class Listing(SGD):

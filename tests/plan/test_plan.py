@@ -198,7 +198,7 @@ def test_a_share_counts_what_the_pieces_and_segments_of_its_rank_say(plan: Shard
     assert total == sum(spec.numel for spec in plan.specs if spec.trainable)
 
 
-@pytest.mark.parametrize("world_size", [2, 8, 64, 1024])
+@pytest.mark.parametrize("world_size", [2, 8, 64, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", [gpt2_124m, llama3_8b])
 def test_known_models_are_divided_fairly(
     model: Callable[[], list[ParamSpec]], world_size: int

@@ -1,6 +1,6 @@
-"""A small checkpoint to damage, ways to do that, and what has to hold when it is loaded.
+"""A small checkpoint to damage, tools to edit its files, and the properties of every load.
 
-Whoever can write to a checkpoint can make its digests fit again: `seal` does.
+An attacker who can write to a checkpoint can recompute its digests: `seal` does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MANIFEST, CONTENTS = "checkpoint.json", "contents.json"
 
 
 class Counting(nn.Module):
-    """Keeps something beside tensors."""
+    """A module with extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def build(seed: int, steps: int) -> tuple[Net, ZeroRedundancyOptimizer]:
-    """A model and its optimizer after some steps, alike on all ranks."""
+    """Return a model and its optimizer after some steps, the same on all ranks."""
     torch.manual_seed(seed)
     net = Net()
     opt = ZeroRedundancyOptimizer(net.named_parameters(), optim.AdamW, lr=0.01 * seed)
@@ -71,7 +71,7 @@ def write(path: Path) -> None:
 
 
 def picture(net: Net, opt: ZeroRedundancyOptimizer) -> Any:
-    """All that a load may change, in memory of its own."""
+    """Return a copy of everything that a load may change."""
     state = {
         index: {key: value.clone() for key, value in state.items()}
         for index, state in opt.shards.states().items()

@@ -290,12 +290,10 @@ def convert_the_model(setup: Setup) -> list[Tensor]:
 
 def consolidated(opt: Any) -> Any:
     """The whole state, on every rank."""
-    if isinstance(opt, ZeroRedundancyOptimizer):
-        opt.consolidate_state_dict(to=world_size() - 1)
-        if opt.rank < world_size() - 1:
-            return _from_last(None)
-    state = copy.deepcopy(opt.state_dict())
-    return _from_last(state) if isinstance(opt, ZeroRedundancyOptimizer) else state
+    if not isinstance(opt, ZeroRedundancyOptimizer):
+        return copy.deepcopy(opt.state_dict())
+    opt.consolidate_state_dict(to=world_size() - 1)
+    return _from_last(copy.deepcopy(opt.state_dict()) if opt.rank == world_size() - 1 else None)
 
 
 def _from_last(value: Any) -> Any:

@@ -1,9 +1,8 @@
-"""Checkpoints that load anywhere, are complete or not there, and run no code.
+"""Atomic checkpoints that load at any world size and layout, and run no code.
 
-Reading order: `safetensors`, `folder` and `contents` (a file, a folder of files, what is in them),
-`mastered`; `names`, `shelves`, `job` and `save`; `read`, `match` and `load`. Without ranks:
-`offline`. For `torch.distributed.checkpoint`: `dcp`. The state itself, as text and tensors, is the
-business of `shardstep.state`.
+Reading order: `files`, `safetensors`, `manifest`, `format` and `staging` (on disk); `inputs`,
+`file_layout`, `write` and `save`; `read`, `match` and `load`. Without ranks: `offline`. For
+`torch.distributed.checkpoint`: `dcp`. `shardstep.state` turns state into text and tensors.
 """
 
 from shardstep.checkpoint.dcp.stateful import Sharded

@@ -295,36 +295,26 @@ class _Parser:
         """Compare files with their tensors. A sparse file is long and takes no disk space."""
         for file, keys in self._claimed.items():
             claimed, nbytes = sum(keys.values()), self._files[file].nbytes
-            self._require(
-                0 <= nbytes - claimed - 8 <= MAX_HEADER_NBYTES,
-                f"the tensors in {file} take {claimed:,} bytes, but the file has {nbytes:,}",
-            )
+            fits = 0 <= nbytes - claimed - 8 <= MAX_HEADER_NBYTES
+            self._require(fits, f"{file} has {nbytes:,} bytes, and its tensors take {claimed:,}")
 
     def _optimizer(self, data: Any) -> SavedOptimizer:
+        class_name, rounding_step = data["class"], data["rounded"]
+        self._require(isinstance(class_name, str | None), "the optimizer's class is not a name")
+        self._require(is_counts([rounding_step]), "the number of rounded steps is not a count")
         params = tuple(self._param(each) for each in data["params"])
         groups = []
         grouped: list[str] = []
         for names, options in data["groups"]:
-            self._require(
-                isinstance(names, list) and all(isinstance(name, str) for name in names),
-                "a group is not a list of parameters",
-            )
+            is_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+            self._require(is_names, "a group is not a list of parameters")
             grouped += names
             groups.append((tuple(names), self._dict(options, {"params", "param_names"})))
-        self._require(
-            grouped == [param.name for param in params] and len(set(grouped)) == len(grouped),
-            "its groups do not list each of its parameters once",
-        )
-        class_name, global_state = data["class"], self._dict(data["loose"])
-        self._require(
-            isinstance(class_name, str | None), "the class of the optimizer is not a name"
-        )
-        self._require(
-            all(isinstance(key, str) for key, _ in global_state.node[1]),
-            "state of no parameter has a number for a key",
-        )
-        rounding_step = data["rounded"]
-        self._require(is_counts([rounding_step]), "the number of rounded steps is not a count")
+        once = len(set(grouped)) == len(grouped) and grouped == [param.name for param in params]
+        self._require(once, "its groups do not list each of its parameters once")
+        global_state = self._dict(data["loose"])
+        named = all(isinstance(key, str) for key, _ in global_state.node[1])
+        self._require(named, "state of no parameter has a number for a key")
         return SavedOptimizer(
             class_name,
             self._bool(data["positional"]),
@@ -338,34 +328,30 @@ class _Parser:
 
     def _param(self, data: Any) -> SavedParam:
         name, shape = data["name"], data["shape"]
-        self._require(
-            isinstance(name, str) and is_sizes(shape),
-            "a parameter has no name, or an impossible shape",
-        )
+        self._require(isinstance(name, str), "a parameter has no name")
+        self._require(is_sizes(shape), f"parameter {name!r} has an impossible shape")
+        dtype, trainable = dtype_named(data["dtype"]), self._bool(data["trainable"])
         state = None if data["state"] is None else self._dict(data["state"])
         per_element = tuple(self._bool(each) for each in data["per_element"])
         found = leaves(state.node) if state is not None else []
+        have_shape = tuple(leaf.shape == tuple(shape) for leaf in found)
         self._require(
-            len(per_element) == len(found),
-            f"the state of parameter {name!r} is not described completely",
+            per_element == have_shape,
+            f"the shapes of parameter {name!r} and of its state contradict `per_element`",
         )
-        for leaf, divided in zip(found, per_element, strict=True):
-            self._require(
-                divided == (leaf.shape == tuple(shape)),
-                f"state {leaf.path!r} of parameter {name!r} has shape {leaf.shape} and is called "
-                f"{'' if divided else 'not '}per element, but the parameter has shape "
-                f"{tuple(shape)}",
-            )
-        dtype, trainable = dtype_named(data["dtype"]), self._bool(data["trainable"])
+        entries = [] if state is None else state.node[1]
+        if any(key == MASTER for key, _ in entries):
+            key, item = entries[0]
+            first = key == MASTER and item[0] == "tensor" and per_element[0]
+            is_master = first and found[0].dtype.is_floating_point
+            self._require(is_master, f"the master of {name!r} is no float tensor of its shape")
         return SavedParam(name, tuple(shape), dtype, trainable, state, per_element)
 
     def _model(self, data: Any) -> SavedModel:
         tensors = {name: self._stored(each) for name, each in data["tensors"].items()}
         aliases = data["aliases"]
-        self._require(
-            isinstance(aliases, dict) and all(other in tensors for other in aliases.values()),
-            "a name of the model stands for a tensor that is not there",
-        )
+        known = isinstance(aliases, dict) and all(name in tensors for name in aliases.values())
+        self._require(known, "a name of the model stands for a tensor that is not there")
         return SavedModel(tensors, aliases, self._dict(data["rest"]))
 
     def _bool(self, data: Any) -> bool:
@@ -374,30 +360,19 @@ class _Parser:
 
     def _dict(self, data: Any, forbidden: Container[str] = ()) -> Tree:
         tree = self._tree(data)
-        self._require(
-            tree.node[0] == "dict" and not any(key in forbidden for key, _ in tree.node[1]),
-            "a value is not a dict, or has a key that it must not have",
-        )
+        is_dict = tree.node[0] == "dict" and not any(key in forbidden for key, _ in tree.node[1])
+        self._require(is_dict, "a value is not a dict, or has a key that it must not have")
         return tree
 
     def _tree(self, data: Any) -> Tree:
         node = data["node"]
         found = leaves(node)
         stored = {int(number): self._stored(each) for number, each in data["stored"].items()}
-        for number, leaf in enumerate(found):
-            held = stored.get(number)
-            self._require(
-                (held is None) != (leaf.data is None),
-                f"tensor {leaf.path!r} is in no file, or in a file and in the text",
-            )
-            self._require(
-                held is None or (held.dtype, held.shape) == (leaf.dtype, leaf.shape),
-                f"tensor {leaf.path!r} has two different descriptions",
-            )
-        self._require(
-            len(stored) == sum(leaf.data is None for leaf in found),
-            "a tensor belongs to no value",
-        )
+        in_files = {number for number, leaf in enumerate(found) if leaf.data is None}
+        self._require(stored.keys() == in_files, "a tensor is in no file, or belongs to no value")
+        for number, held in stored.items():
+            same = (held.dtype, held.shape) == (found[number].dtype, found[number].shape)
+            self._require(same, f"tensor {found[number].path!r} has two different descriptions")
         return Tree(node, stored)
 
     def _stored(self, data: Any) -> Stored:
@@ -405,23 +380,17 @@ class _Parser:
         self._require(is_sizes(shape), "a tensor has an impossible shape")
         chunks = tuple(self._chunk(each, dtype, shape) for each in data["chunks"])
         # Chunks that do not overlap and have as many elements as the tensor cover it.
-        self._require(
-            sum(chunk.box.numel for chunk in chunks) == math.prod(shape),
-            "the chunks of a tensor are more or less than the tensor",
-        )
-        self._require(
-            overlap([chunk.box for chunk in chunks]) is None,
-            f"chunks of a tensor of shape {tuple(shape)} overlap",
-        )
+        complete = sum(chunk.box.numel for chunk in chunks) == math.prod(shape)
+        self._require(complete, "the chunks of a tensor are more or less than the tensor")
+        apart = overlap([chunk.box for chunk in chunks]) is None
+        self._require(apart, f"chunks of a tensor of shape {tuple(shape)} overlap")
         return Stored(dtype, tuple(shape), chunks)
 
     def _chunk(self, data: Any, dtype: torch.dtype, shape: Sequence[int]) -> Chunk:
         file, key, offsets, sizes = data
         self._require(file in self._files, "a tensor is in a file that is not listed")
-        self._require(
-            isinstance(key, str) and is_counts(offsets) and is_sizes(sizes),
-            "a chunk has no name, or impossible offsets or sizes",
-        )
+        self._require(isinstance(key, str), "a chunk has no name")
+        self._require(is_counts(offsets) and is_sizes(sizes), "a chunk has impossible sizes")
         box = Box(tuple(offsets), tuple(sizes))
         self._require(box.fits(shape), f"chunk {key!r:.100} reaches out of its tensor")
         claimed = self._claimed.setdefault(file, {})

@@ -16,7 +16,6 @@ import torch
 from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.file_layout import assign_owners
 from shardstep.checkpoint.format import (
-    MASTER,
     SavedModel,
     SavedOptimizer,
     SavedParam,
@@ -96,11 +95,11 @@ class Match:
         refuse_dtensors(named_params(self.optimizer, self.model), NO_OFFSETS)
         if self.optimizer is not None:
             if contents.optimizer is None:
-                raise self._unfit("there is no optimizer in it")
+                raise self.error("there is no optimizer in it")
             self._match_optimizer(self.optimizer, contents.optimizer)
         if self.model is not None:
             if contents.model is None:
-                raise self._unfit("there is no model in it")
+                raise self.error("there is no model in it")
             self._match_model(unwrapped(self.model), contents.model)
         if self.strict and (self.missing or self.unexpected):
             raise CheckpointError(
@@ -119,6 +118,10 @@ class Match:
         """Look the model's tensors up again. Creating masters may have moved parameters."""
         if self.model is not None:
             self.targets = split_state_dict(unwrapped(self.model).state_dict()).tensors
+
+    def error(self, problem: str) -> CheckpointError:
+        """Return the error for a checkpoint that does not fit."""
+        return CheckpointError(f"{self.checkpoint.path}: {problem}")
 
     def differences(self) -> str:
         """Describe what was not matched."""
@@ -161,34 +164,19 @@ class Match:
         most = STATE_NBYTES + STATE_RATIO * sum(spec.nbytes for spec in specs)
         for index, param in self.found.items():
             if param.shape != specs[index].shape:
-                raise self._unfit(
+                raise self.error(
                     f"parameter {param.name!r} has shape {param.shape} there, but "
                     f"{specs[index].shape} here; this checkpoint is of another model"
                 )
             if specs[index].trainable and _is_empty(param.state):
                 self.without_state.append(index)
-            if param.state is None:
-                continue
-            self._check_master(param, param.state)
-            for leaf in leaves(param.state.node):
+            for leaf in [] if param.state is None else leaves(param.state.node):
                 if leaf.shape != param.shape and leaf.nbytes > most:
-                    raise self._unfit(
+                    raise self.error(
                         f"state {leaf.path!r} of parameter {param.name!r} takes {leaf.nbytes:,} "
                         f"bytes, too many for a parameter of shape {param.shape}"
                     )
         self.options = self._match_groups(optimizer, saved)
-
-    def _check_master(self, param: SavedParam, state: Tree) -> None:
-        keys = [key for key, _ in state.node[1]]
-        if MASTER not in keys:
-            return
-        item = state.node[1][0][1]
-        found = leaves(item) if keys[0] == MASTER and item[0] == "tensor" else []
-        if not found or found[0].shape != param.shape or not found[0].dtype.is_floating_point:
-            raise self._unfit(
-                f"the master of parameter {param.name!r} is not a tensor of floating-point numbers "
-                f"of shape {param.shape}"
-            )
 
     def _match_params(
         self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer
@@ -198,7 +186,7 @@ class Match:
         if positional != saved.positional:
             # One side knows numbers only. They mean the same if there are equally many.
             if len(names) != len(saved.params):
-                raise self._unfit(
+                raise self.error(
                     f"it has {len(saved.params)} parameters and this optimizer {len(names)}, and "
                     "one of them knows no names; construct the optimizer from "
                     "model.named_parameters(), or give model= when saving and loading"
@@ -231,7 +219,7 @@ class Match:
             if not there and number < len(saved.groups) and not saved.groups[number][0]:
                 there = {number}
             if len(there) > 1 and self.strict:
-                raise self._unfit(
+                raise self.error(
                     f"the parameters of group {number} are in groups {sorted(there)} there, whose "
                     "options may differ; construct the optimizer with the same groups, or pass "
                     "strict=False to keep this one's options"
@@ -281,7 +269,7 @@ class Match:
         }
         for name, _ in self.extra_state.values():
             if name not in self.modules:
-                raise self._unfit(
+                raise self.error(
                     f"model state {name!r} is made up by the model's state_dict(), so nothing can "
                     "be given it; load it with model.load_state_dict(checkpoint.weights(path))"
                 )
@@ -330,7 +318,7 @@ class Match:
             )
         else:
             return
-        raise self._unfit(f"model tensor {name!r} {problem}")
+        raise self.error(f"model tensor {name!r} {problem}")
 
     # ------------------------------------------------------------------------------- common
 
@@ -350,13 +338,10 @@ class Match:
             trees += [contents.optimizer.global_state, *self.options]
         nbytes += sum(stored.nbytes for tree in trees if tree for stored in tree.stored.values())
         if nbytes > memory_nbytes():
-            raise self._unfit(
+            raise self.error(
                 f"rank {self.comm.group_rank} would have to read {nbytes:,} bytes of it, and has "
                 f"memory for {memory_nbytes():,}"
             )
-
-    def _unfit(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.checkpoint.path}: {problem}")
 
 
 def _is_empty(state: Tree | None) -> bool:

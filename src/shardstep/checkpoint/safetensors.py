@@ -156,7 +156,7 @@ def write(
 
 
 def _write_and_digest(file: FileIO, data: memoryview, digest: hashlib._Hash) -> None:
-    """Write all of `data`, and digest it meanwhile: both release the GIL."""
+    """Write and digest all of `data` at the same time: both release the GIL."""
     # Not an executor: those refuse work at interpreter exit, and a background save may outlive
     # the main thread.
     hasher = threading.Thread(target=digest.update, args=(data,))

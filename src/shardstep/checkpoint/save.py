@@ -7,6 +7,7 @@ optimizer. A failure is raised on every rank by the next `wait()`, `save` or `as
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -37,7 +38,7 @@ class AsyncSave:
 
     Args:
         comm: the ranks, on connections that only this save uses.
-        job: the files to write, from memory that does not change meanwhile.
+        job: the files to write, from memory that only this save uses.
 
     Attributes:
         path: where the checkpoint will be.
@@ -80,7 +81,7 @@ class AsyncSave:
 
 
 class AsyncSaveState:
-    """What the background saves of one optimizer share: connections, memory, the running save."""
+    """Connections, memory and the running save that one optimizer's background saves share."""
 
     def __init__(self) -> None:
         self._connection: tuple[Any, Comm] | None = None
@@ -90,9 +91,15 @@ class AsyncSaveState:
     def finish_running(self, comm: Comm) -> None:
         """Wait for the running save. Called on every rank."""
         running, self.running = self.running, None
-        if running is not None:
+        if running is None:
+            return
+        if self._connection is not None and self._connection[0] is comm.group:
             # Some ranks may have waited and raised already. They must not go on alone.
             run_on_all_ranks(comm, "the save before this one", lambda: str(running.wait()))
+        else:
+            # Its group was replaced, and ranks of the new one may not know of it.
+            with contextlib.suppress(RuntimeError):  # it was logged
+                running.wait()
 
     def connection(self, comm: Comm) -> Comm:
         """Return separate connections between the ranks of `comm`. Called on every rank."""

@@ -4,8 +4,9 @@ All other packages talk to a `Comm`. It moves raw bytes, so every dtype travels 
 it counts what this rank sends. `SoloComm` serves one rank, `GroupComm` a process group.
 """
 
-from shardstep.comm.api import Comm, Ledger, SoloComm, Work, all_gather_json
+from shardstep.comm.api import Comm, Ledger, SoloComm, all_gather_json
 from shardstep.comm.group import GroupComm, connect, refuse_stray_rank
+from shardstep.comm.works import Work
 
 __all__ = [
     "Comm",

@@ -12,15 +12,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-
-class Work(Protocol):
-    """A collective in flight."""
-
-    def wait(self) -> None:
-        """Block until the result may be used (on an accelerator: by the current stream).
-
-        A second call returns at once.
-        """
+from shardstep.comm.works import Launched, Work
 
 
 @dataclass(slots=True)
@@ -101,12 +93,7 @@ def all_gather_json(comm: Comm, value: Any) -> list[Any]:
     return [json.loads(text) for text in comm.all_gather_bytes(json.dumps(value).encode())]
 
 
-class Done(Work):
-    """A collective that had nothing to do."""
-
-    @override
-    def wait(self) -> None:
-        pass
+NOTHING_TO_DO = Launched("nothing", ())
 
 
 class SoloComm(Comm):
@@ -125,14 +112,14 @@ class SoloComm(Comm):
     @override
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
         self.ledger.note("all_gather", 0)
-        return Done()
+        return NOTHING_TO_DO
 
     @override
     def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
         self.ledger.note("reduce_scatter", 0)
         if out is not buffer:
             out.copy_(buffer)
-        return Done()
+        return NOTHING_TO_DO
 
     @override
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:

@@ -79,9 +79,15 @@ def _even(segments: Sequence[torch.Tensor]) -> bool:
     return len({segment.numel() for segment in segments}) == 1
 
 
-def backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return the name of the backend that serves `device` in `group`, if there is one."""
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend that serves `device` in `group`; None if there is none."""
     try:
-        return str(group._get_backend(device).name()).lower()
+        return group._get_backend(device)
     except RuntimeError:
         return None
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Return the name of the backend that serves `device` in `group`, if there is one."""
+    backend = backend_of(group, device)
+    return None if backend is None else str(backend.name()).lower()

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from shardstep.comm.api import Comm, Ledger, SoloComm, Work, all_gather_json
-from shardstep.comm.collectives import Collectives, backend_name
+from shardstep.comm.api import Comm, Ledger, SoloComm, all_gather_json
+from shardstep.comm.collectives import Collectives, backend_name, backend_of
 from shardstep.comm.gloo import TAGS, Exchange
-from shardstep.comm.works import Launched, naming
+from shardstep.comm.works import Launched, Work, naming
 
 DIRECT = TAGS.start - 1
 """The tag of `send` and `receive`: neither a user's tag nor an exchange's."""
@@ -35,21 +35,22 @@ class GroupComm(Comm):
 
     Args:
         group: the process group; this rank has to be a member of it.
-        device: the accelerator that this rank works on; the current one if None.
+        devices: the accelerators that this rank works on. CPU tensors are staged through the first
+            of them; through the current one if there are none.
         downwards: a group of the same ranks for messages to lower ranks; `group` itself if None.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        device: torch.device | None = None,
+        devices: Sequence[torch.device] = (),
         downwards: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = self._group = group
         self.group_rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.ledger = Ledger()
-        self._device = device
+        self._devices = devices
         self._exchange = Exchange(group, downwards or group)
         self._collectives = Collectives(group)
 
@@ -122,19 +123,21 @@ class GroupComm(Comm):
             options["use_local_synchronization"] = True
             if ranks != sorted(ranks):
                 options["sort_ranks"] = False  # torch 2.12 and later
-        exchanges = backend is None and self._exchanges(self._wire_device(self._device or CPU))
-        # A group made without a device takes the current one, which is the same for all ranks of a
-        # program that never sets it. A default group with a device hands that one on.
+        wire_device = self._wire_device(self._devices[0] if self._devices else CPU)
+        exchanges = backend is None and self._exchanges(wire_device)
+        # Where torch needs a device and has no tensor, an unbound group takes the current device.
+        # All ranks of a program that never sets it have the same one. But a bound group takes no
+        # tensors of other devices. If the default group is bound, torch binds this one too.
         unbound = getattr(dist.group.WORLD, "bound_device_id", None) is None
-        binds = backend is None and not exchanges and self._device is not None and unbound
+        binds = backend is None and not exchanges and unbound and len(self._devices) == 1
         group = dist.new_group(
             ranks,
             backend=backend or dist.get_backend_config(self._group),
-            device_id=self._device if binds else None,
+            device_id=self._devices[0] if binds else None,
             **options,
         )
         downwards = dist.new_group(ranks, backend="gloo", **options) if exchanges else None
-        comm = GroupComm(group, self._device, downwards)
+        comm = GroupComm(group, self._devices, downwards)
         assert comm.group_rank == self.group_rank
         return comm
 
@@ -159,8 +162,8 @@ class GroupComm(Comm):
             return CPU
         if backend is not None:
             return device
-        if self._device is not None:
-            return self._device
+        if self._devices:
+            return self._devices[0]
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None:
             raise RuntimeError(f"the process group has no backend for tensors on {device}")
@@ -181,8 +184,8 @@ class GroupComm(Comm):
             )
 
     def _timeout(self) -> timedelta | None:
-        backend = self._group._get_backend(self._meeting_device())
-        return getattr(getattr(backend, "options", None), "_timeout", None)
+        options = getattr(backend_of(self._group, self._meeting_device()), "options", None)
+        return getattr(options, "_timeout", None)
 
 
 def _to_bytes(data: torch.Tensor) -> bytes:
@@ -198,7 +201,7 @@ def connect(process_group: dist.ProcessGroup | None, near: Sequence[torch.Tensor
 
     Args:
         process_group: the process group; None for the default group, if there is one.
-        near: tensors on the device that this rank works on. The current device is no substitute:
+        near: tensors on the devices that this rank works on. The current device is no substitute:
             it is the same on all ranks of a program that never sets it.
 
     Raises:
@@ -223,8 +226,8 @@ def connect(process_group: dist.ProcessGroup | None, near: Sequence[torch.Tensor
         )
     if dist.get_world_size(process_group) == 1:
         return SoloComm(process_group)
-    devices = (tensor.device for tensor in near if tensor.device.type != "cpu")
-    return GroupComm(process_group, next(devices, None))
+    devices = dict.fromkeys(tensor.device for tensor in near if tensor.device.type != "cpu")
+    return GroupComm(process_group, list(devices))
 
 
 def refuse_stray_rank() -> None:

@@ -1,14 +1,23 @@
-"""Waiting for backend works, with errors that name the operation."""
+"""Collectives in flight, with errors that name the operation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from typing_extensions import override
 
-from shardstep.comm.api import Work
+
+class Work(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> None:
+        """Block until the result may be used (on an accelerator: by the current stream).
+
+        A second call returns at once.
+        """
+
 
 Finish = Callable[[], object]
 """The rest of an operation, to be done once its works are complete."""

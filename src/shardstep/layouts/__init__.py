@@ -1,4 +1,4 @@
-"""Which layout an optimizer class admits: declared, known, or found by probing.
+"""The layout that an optimizer class admits: declared, known, or found by probing.
 
 Reading order: `recipe` (a class with its options), `trial` (one run of it on small tensors),
 `random_numbers` (detected and replaced), `compare` (tensors together, apart and in slices), `probe`

@@ -119,7 +119,7 @@ class Layouts:
     def explain(self, groups: Groups) -> list[str]:
         """Return one line per group, for the user.
 
-        A single rank probes its classes now, to say what several ranks would do.
+        A single rank probes its classes now, to name the layout on several ranks.
         """
         lines = []
         for number, (recipe, choice) in enumerate(zip(self._recipes, self.choices, strict=True)):
@@ -169,7 +169,7 @@ def choose(
 
     Raises:
         ValueError: if there is no such layout, or sharding would, or might, change the numbers.
-        Exception: what the class raises if it cannot be constructed with these options.
+        Exception: the class cannot be constructed with these options.
     """
     if layout not in ("auto", "sliced", "whole"):
         raise ValueError(f"layout must be 'auto', 'sliced' or 'whole', not {layout!r}")
@@ -218,7 +218,7 @@ def _probe_group(
 
 
 def _refuse(asked: Layout | None, name: str, verdict: Verdict) -> None:
-    """Raise if no layout is right, or if the user has to accept what the probe cannot decide."""
+    """Raise if no layout is right, or if only the user can decide."""
     if verdict.kind is Kind.COUPLED:
         raise ValueError(
             f"{name} couples all parameters ({verdict.why}), so it cannot be sharded; use it "

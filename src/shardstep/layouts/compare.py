@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.layouts.trial import (
+    Cause,
     Coupled,
     Difference,
     Gradients,
@@ -25,7 +26,6 @@ from shardstep.layouts.trial import (
     Stage,
     Trial,
     TrialFailed,
-    What,
     part,
     trials,
 )
@@ -145,11 +145,11 @@ class _Shared:
                 run.advance(step, gradients)
                 for param, (number, interval) in zip(run.params, parts, strict=True):
                     if not same_bits(param, part(self._together.params[number], interval)):
-                        self.difference = Difference(What.PARAMETER, f"from step {step + 1}")
+                        self.difference = Difference(Cause.PARAMETER, f"from step {step + 1}")
                         return
         except TrialFailed as failure:
             error = failure.error
-            self.difference = Difference(What.RAISED, f"{type(error).__name__}: {error}")
+            self.difference = Difference(Cause.RAISED, f"{type(error).__name__}: {error}")
 
     def compare_rest(self, cut_state: bool) -> None:
         """Compare state, which may have to be cut like its tensor, and options."""
@@ -167,7 +167,7 @@ class _Shared:
             states, shapes = [state for state, _ in pieces], [shape for _, shape in pieces]
             whole = self._together.state(number)
             if not (fits(whole, states, shape, shapes) if cut_state else same(whole, *states)):
-                return Difference(What.STATE)
+                return Difference(Cause.STATE)
         return None
 
     def _differing_options(self) -> Difference | None:
@@ -175,9 +175,9 @@ class _Shared:
         for run in self._runs:
             for whole, own in zip(self._together.group_options, run.group_options, strict=True):
                 if not same(whole, own):
-                    return Difference(What.GROUP_OPTION, repr(_first_difference(whole, own)))
+                    return Difference(Cause.GROUP_OPTION, repr(_first_difference(whole, own)))
         if any(not same(self._together.global_state, run.global_state) for run in self._runs):
-            return Difference(What.GLOBAL_STATE)
+            return Difference(Cause.GLOBAL_STATE)
         return None
 
 
@@ -234,11 +234,11 @@ def incompatible_dtypes(
                 continue
             with sandbox(recipe.optimizer_class, trial.device):
                 try:
-                    found = compare(trial, MIXED, sliced=Difference(What.PARAMETER))
+                    found = compare(trial, MIXED, sliced=Difference(Cause.PARAMETER))
                 except DrawsRandomNumbers:
                     continue
                 except Coupled as coupled:
-                    if coupled.difference.what is What.PARAMETER:
+                    if coupled.difference.cause is Cause.PARAMETER:
                         return pair
                     break
             if found.failure is None:

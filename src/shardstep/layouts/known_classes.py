@@ -54,7 +54,7 @@ def declared_layout(recipe: OptimizerRecipe, construct: bool) -> Layout | None:
     plain = unwrap_partial(recipe.optimizer_class)
     declared: Layout | None = getattr(plain, "shardstep_layout", None)
     if declared is None and construct and not isinstance(plain, type):
-        # The probe reports what it raises.
+        # The probe reports exceptions.
         with sandbox(plain, torch.device("cpu")), contextlib.suppress(Exception):
             made = recipe.make([[torch.nn.Parameter(torch.zeros(2, 2))]], torch.device("cpu"))
             declared = getattr(made, "shardstep_layout", None)

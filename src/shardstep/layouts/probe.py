@@ -28,7 +28,7 @@ import torch
 from shardstep.layouts.compare import Comparison, DrawsRandomNumbers, compare
 from shardstep.layouts.random_numbers import constant_random_numbers
 from shardstep.layouts.recipe import OptimizerRecipe
-from shardstep.layouts.trial import Coupled, Difference, Stage, Trial, TrialFailed, What, trials
+from shardstep.layouts.trial import Cause, Coupled, Difference, Stage, Trial, TrialFailed, trials
 from shardstep.local.sandbox import sandbox
 from shardstep.plan import Layout
 
@@ -61,7 +61,7 @@ MANY_ROWS = 2**16
 
 
 class Kind(StrEnum):
-    """What the update of an element depends on."""
+    """The scope of an update: one element, its tensor, or all tensors."""
 
     ELEMENT_WISE = "element-wise"
     PER_TENSOR = "per tensor"
@@ -74,9 +74,9 @@ class Verdict:
     """The result of a probe.
 
     Attributes:
-        kind: what the update of an element depends on.
+        kind: the scope of an update.
         why: the reason, in words that follow the name of the class.
-        difference: what the reason is derived from, if anything differed.
+        difference: the observation behind the reason, if anything differed.
         random: whether the class draws random numbers.
         global_state: whether it keeps state that belongs to no parameter.
         error: the exception of its constructor, if that failed.
@@ -107,7 +107,7 @@ def probe(
     devices: Sequence[torch.device] = (torch.device("cpu"),),
     sizes: Sequence[int] = (),
 ) -> Verdict:
-    """Find out what updates of an optimizer class depend on.
+    """Find out the scope of the updates of an optimizer class.
 
     The verdict is the same in every process, and the probe has no side effects.
 
@@ -156,9 +156,9 @@ def _one_thread() -> Iterator[None]:
 def _judge(trial: Trial, sizes: Sequence[int]) -> Verdict:
     """Judge one trial. If empty groups may be to blame, judge it with placeholders in them."""
     verdict = _judge_random(trial, sizes)
-    blameless = (None, What.PARAMETER, What.CLOSURE)
-    what = verdict.difference.what if verdict.difference else None
-    if verdict.kind is not Kind.COUPLED or what in blameless or trial.num_groups == 1:
+    blameless = (None, Cause.PARAMETER, Cause.CLOSURE)
+    cause = verdict.difference.cause if verdict.difference else None
+    if verdict.kind is not Kind.COUPLED or cause in blameless or trial.num_groups == 1:
         return verdict
     try:
         filled = _judge_random(replace(trial, fill_empty_groups=True), sizes)
@@ -167,7 +167,7 @@ def _judge(trial: Trial, sizes: Sequence[int]) -> Verdict:
     if filled.kind is not Kind.COUPLED:
         return replace(filled, fill_empty_groups=True)
     # The other obstacle, unless it is the placeholder.
-    raised = filled.difference is not None and filled.difference.what is What.RAISED
+    raised = filled.difference is not None and filled.difference.cause is Cause.RAISED
     return verdict if raised else filled
 
 
@@ -186,7 +186,7 @@ class _Examination:
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
-        self._sliced = Difference(What.SPARSE) if trial.sparse else None
+        self._sliced = Difference(Cause.SPARSE) if trial.sparse else None
         self._slow = False
 
     def run_all(self, sizes: Sequence[int]) -> Verdict:
@@ -213,7 +213,7 @@ class _Examination:
             if others.failure is not None and not self._slow:
                 self._run(PLAIN, may_fail=True)
         for stage in (LARGE, *map(_stage_for_size, sizes)):
-            if self._sliced is None or self._sliced.what is What.SPARSE:
+            if self._sliced is None or self._sliced.cause is Cause.SPARSE:
                 # Must not fail: another device may run these, and not element-wise.
                 self._run(stage)
         if self._sliced is None:
@@ -240,24 +240,24 @@ def _stage_for_size(size: int) -> Stage:
 
 
 def _why_whole(sliced: Difference, needs_matrices: bool) -> str:
-    if sliced.what is What.RAISED and needs_matrices:
+    if sliced.cause is Cause.RAISED and needs_matrices:
         return "needs 2-D parameters"
     return {
-        What.PARAMETER: "updates each tensor as a whole",
-        What.STATE: "keeps state that does not split with its tensor",
-        What.GROUP_OPTION: f"computes group option {sliced.detail} from whole tensors",
-        What.GLOBAL_STATE: "computes global state from whole tensors",
-        What.RAISED: f"takes no flat slices ({sliced.detail})",
-        What.SPARSE: "takes sparse gradients, which are not sliced",
-    }[sliced.what]
+        Cause.PARAMETER: "updates each tensor as a whole",
+        Cause.STATE: "keeps state that does not split with its tensor",
+        Cause.GROUP_OPTION: f"computes group option {sliced.detail} from whole tensors",
+        Cause.GLOBAL_STATE: "computes global state from whole tensors",
+        Cause.RAISED: f"takes no flat slices ({sliced.detail})",
+        Cause.SPARSE: "takes sparse gradients, which are not sliced",
+    }[sliced.cause]
 
 
 def _why_coupled(coupled: Difference) -> str:
     return {
-        What.PARAMETER: "its update of a tensor depends on others",
-        What.STATE: "its state of a tensor depends on others",
-        What.GROUP_OPTION: f"its group option {coupled.detail} depends on all tensors",
-        What.GLOBAL_STATE: "its global state depends on all tensors",
-        What.RAISED: f"without some of the tensors it raises {coupled.detail}",
-        What.CLOSURE: f"a step {coupled.detail}, when a rank has moved only its own parameters",
-    }[coupled.what]
+        Cause.PARAMETER: "its update of a tensor depends on others",
+        Cause.STATE: "its state of a tensor depends on others",
+        Cause.GROUP_OPTION: f"its group option {coupled.detail} depends on all tensors",
+        Cause.GLOBAL_STATE: "its global state depends on all tensors",
+        Cause.RAISED: f"without some of the tensors it raises {coupled.detail}",
+        Cause.CLOSURE: f"a step {coupled.detail}, when a rank has moved only its own parameters",
+    }[coupled.cause]

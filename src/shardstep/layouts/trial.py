@@ -146,8 +146,8 @@ class TrialFailed(Exception):
         self.constructed = constructed
 
 
-class What(Enum):
-    """The kinds of differences."""
+class Cause(Enum):
+    """The observation that separates several optimizers from one."""
 
     PARAMETER = auto()
     STATE = auto()
@@ -162,7 +162,7 @@ class What(Enum):
 class Difference:
     """A difference between one optimizer and several that share its work."""
 
-    what: What
+    cause: Cause
     detail: str = ""
 
 
@@ -246,10 +246,10 @@ class Run:
             if evaluations <= 1:
                 raise TrialFailed(error, constructed=True) from error
         if evaluations > 1:
-            raise Coupled(Difference(What.CLOSURE, "evaluates its closure more than once"))
+            raise Coupled(Difference(Cause.CLOSURE, "evaluates its closure more than once"))
         if moved:
             detail = "moves parameters before it evaluates its closure"
-            raise Coupled(Difference(What.CLOSURE, detail))
+            raise Coupled(Difference(Cause.CLOSURE, detail))
         return self._drew or (self._sources is not None and self._sources.used())
 
     def _seed(self, seed: int) -> None:

@@ -128,7 +128,7 @@ class LocalOptimizer:
         return fill_empty_groups(optim, placeholders)
 
     def let_go(self, tensor: torch.Tensor, address: int) -> None:
-        """Clone the state of `tensor` that lies at `address`, before that memory is reused.
+        """Clone the state of `tensor` at `address`, before that memory is reused.
 
         A class that swaps `p.data` with a tensor of its state leaves the state there.
         """
@@ -206,7 +206,7 @@ class LocalOptimizer:
         """Construct a twin with this group, before the optimizer gets it.
 
         Raises:
-            Exception: what the class raises.
+            Exception: of the class.
         """
         # The shapes of the parameters, without their memory.
         params = [

@@ -26,6 +26,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     # The usual case, taken for every parameter at every step.
     if type(tensor) is torch.nn.Parameter or not is_dtensor(tensor):
         return tensor
+    # The tensor itself: `to_local` makes another one of a Parameter, from torch 2.13 on.
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
     # The result of a collective in flight is wrapped.
     unfinished = sys.modules["torch.distributed._functional_collectives"].AsyncCollectiveTensor

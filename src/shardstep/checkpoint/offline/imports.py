@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
+import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,7 +35,7 @@ from shardstep.checkpoint.write import add_options
 from shardstep.local.multi_class import full_name
 from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Box
-from shardstep.state.torch_dict import OURS
+from shardstep.state.torch_dict import KNOWN_KEYS
 from shardstep.state.tree import encode, leaves, with_leaves
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
@@ -157,14 +158,9 @@ class _Parts(NamedTuple):
 
 
 def _read_torch(file: Path) -> Any:
+    mapped = zipfile.is_zipfile(file)  # the format before torch 1.6 cannot be mapped
     try:
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            # The format before torch 1.6 cannot be mapped.
-            return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{file}: holds more than tensors, numbers, text, lists and dicts, and reading that "
@@ -312,7 +308,7 @@ def _save_optimizer(
         raise CheckpointError(
             f"the optimizer's state dict has state for {list(global_state)[:5]}, which no group has"
         )
-    beside = {key: value for key, value in state_dict.items() if key not in OURS}
+    beside = {key: value for key, value in state_dict.items() if key not in KNOWN_KEYS}
     return SavedOptimizer(
         _full_class_name(optimizer_class),
         positional,
