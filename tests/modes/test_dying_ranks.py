@@ -48,8 +48,8 @@ def _die_in_backward() -> None:
 def test_when_a_rank_dies_in_backward_the_others_raise_and_name_the_operation() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r"shardstep: rank 0: reducing gradients failed"):
-        run_ranks(_die_in_backward, 2, timeout=60)
-    assert time.monotonic() - start < 25, "not by a timeout"
+        run_ranks(_die_in_backward, 2, timeout=120)
+    assert time.monotonic() - start < 50, "not by a timeout, which takes 60 seconds"
 
 
 def _die_around_the_gather(when: str) -> None:

@@ -327,7 +327,8 @@ def save_a_checkpoint_and_load_it(new: New) -> list[Tensor]:
         checkpoint.save(Path(folder) / "saved", first.opt, first.module)
         checkpoint.load(Path(folder) / "saved", second.opt, second.module)
     else:
-        second = first
+        second.opt.load_state_dict(first.opt.state_dict())
+        second.module.load_state_dict(first.module.state_dict())
     return [*losses, *train(second, MLP_PROBLEM, range(3, 6)), *second.params]
 
 
