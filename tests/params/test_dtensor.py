@@ -7,193 +7,37 @@ does to an element it does on the rank that holds it, in the same order: no bit 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from problems import Case, copies, difference, differing
+from dtensors import (
+    CASES,
+    LATER,
+    MESHES,
+    STEPS,
+    Unsharded,
+    backward,
+    give_gradients,
+    local,
+    made_params,
+    make_mesh,
+    make_model,
+    parts,
+    placed_as,
+    sharded,
+    step_both,
+)
+from problems import Case, difference, differing
 from ranks import raises_on_every_rank, run_ranks
 from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
-    Partial,
-    Placement,
-    Replicate,
     Shard,
-    distribute_tensor,
-)
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
 )
 
-from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
-
-MESHES = [(2, 2), (2, 1), (1, 2)]
-"""Data-parallel times tensor-parallel ranks."""
-
-CASES = [
-    Case(optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    Case(optim.AdamW, {"lr": 0.01, "foreach": True}),
-    Case(optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-]
-
-BUCKET_BYTES = 256
-"""Small, so that there are several buckets and cuts within parameters."""
-
-STEPS = range(6)
-LATER = range(6, 12)
-
-
-def make_mesh(dp: int, tp: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-
-
-class MLP(nn.Module):
-    """With a norm that is replicated, one that is a plain module, and linear layers in parallel."""
-
-    def __init__(self, plain: bool) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(10)
-        self.up = nn.Linear(10, 14)
-        self.down = nn.Linear(14, 10)
-        self.last = nn.LayerNorm(10) if plain else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.down(torch.relu(self.up(self.norm(x)))))
-        return out
-
-
-def make_model(mesh: DeviceMesh, plain: bool = True) -> MLP:
-    torch.manual_seed(0)
-    model = MLP(plain)
-    parallelize_module(
-        model,
-        mesh["tp"],
-        {
-            "norm": SequenceParallel(sequence_dim=0),
-            "up": ColwiseParallel(input_layouts=Shard(0)),
-            "down": RowwiseParallel(),
-        },
-    )
-    return model
-
-
-def backward(model: MLP, mesh: DeviceMesh, step: int, dtype: torch.dtype = torch.float32) -> None:
-    """The gradient of what the data-parallel ranks have together, as the user synchronises it."""
-    random = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
-    x = torch.randn(4, 10, generator=random).to(dtype)
-    model(x.chunk(mesh["tp"].size())[mesh["tp"].get_local_rank()]).square().mean().backward()
-    for param in model.parameters():
-        if param.grad is not None:
-            dist.all_reduce(local(param.grad), group=mesh["dp"].get_group())
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part; written without the library's own."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
-
-
-def parts(params: Any) -> list[Tensor]:
-    return copies([local(param) for param in params])
-
-
-def made_params(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """Uneven, tiny and empty parts, replicas, and a plain tensor among them."""
-    placed: list[tuple[tuple[int, ...], Placement | None]] = [
-        ((13, 9), Shard(0)),
-        ((9, 13), Shard(1)),
-        ((1, 5), Shard(0)),
-        ((31,), Replicate()),
-        ((17,), None),
-        ((), Replicate()),
-        ((6, 4, 3), Shard(2)),
-    ]
-    random = torch.Generator().manual_seed(3)
-    made = []
-    for shape, placement in placed:
-        full = torch.randn(shape, generator=random).to(dtype)
-        tensor = full if placement is None else placed_as(full, mesh["tp"], placement)
-        made.append(nn.Parameter(tensor))
-    return made
-
-
-def placed_as(full: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    return distribute_tensor(full, mesh, [placement], src_data_rank=None)
-
-
-def give_gradients(params: list[nn.Parameter], mesh: DeviceMesh, step: int) -> None:
-    """The same on all ranks; one of them missing now and then."""
-    random = torch.Generator().manual_seed(100 + step)
-    for index, param in enumerate(params):
-        full = torch.randn(param.shape, generator=random)
-        if isinstance(param, DTensor):
-            full = placed_as(full, mesh["tp"], param.placements[0])
-        param.grad = None if (index + step) % 5 == 0 else full.to(param.dtype)
-
-
-def step_both(
-    mesh: DeviceMesh,
-    expected: tuple[list[nn.Parameter], Any],
-    got: tuple[list[nn.Parameter], Any],
-    steps: range = STEPS,
-) -> list[int]:
-    """Give both the same gradients and step; the parameters that differ then."""
-    for step in steps:
-        for params, opt in (expected, got):
-            give_gradients(params, mesh, step)
-            opt.step()
-    return differing(parts(expected[0]), parts(got[0]))
-
-
-def settle_gradients(params: list[Tensor]) -> None:
-    """Take the sums that are still to be taken.
-
-    The gradient of the replicated norm is Partial: each rank has a term of it. Torch's SGD makes
-    its momentum of the terms and sums these afterwards, in another order than the sums' momentum.
-    """
-    for param in params:
-        if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
-            param.grad = param.grad.redistribute(param.device_mesh, param.placements)
-
-
-class Unsharded:
-    """One optimizer for the DTensors and one for the rest, which torch's foreach does not mix."""
-
-    def __init__(self, params: Any, case: Case) -> None:
-        given = list(params)
-        kinds = [[p for p in given if isinstance(p, DTensor) is wanted] for wanted in (True, False)]
-        self.opts = [case.optimizer_class(kind, **case.fresh_options()) for kind in kinds if kind]
-
-    def step(self) -> None:
-        for opt in self.opts:
-            if isinstance(opt, optim.SGD):
-                settle_gradients(opt.param_groups[0]["params"])
-            opt.step()
-
-    def zero_grad(self) -> None:
-        for opt in self.opts:
-            opt.zero_grad()
-
-    def state(self, param: Tensor) -> dict[str, Any]:
-        return next(dict(opt.state[param]) for opt in self.opts if param in opt.state)
-
-
-def sharded(params: Any, mesh: DeviceMesh, case: Case, **kwargs: Any) -> ZeroRedundancyOptimizer:
-    kwargs.setdefault("process_group", mesh["dp"].get_group())
-    return ZeroRedundancyOptimizer(
-        params, case.optimizer_class, bucket_bytes=BUCKET_BYTES, **kwargs, **case.fresh_options()
-    )
-
-
-# --------------------------------------------------------------------------------- the numbers
+from shardstep import MixedPrecision
 
 
 def _trained_like_unsharded(dp: int, tp: int) -> list[str]:
@@ -417,128 +261,3 @@ def _global_state() -> None:
 def test_the_state_of_whole_tensors_is_refused() -> None:
     match = r"has shape \(8, 6\), but the parameter has shape \(4, 6\)"
     raises_on_every_rank(_global_state, 4, ValueError, match=match)
-
-
-# ----------------------------------------------------------------------------- what is refused
-
-
-class RowNorms(optim.Optimizer):
-    """Looks at whole tensors."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(self.direction(param.grad), alpha=group["lr"])
-
-    def direction(self, grad: Tensor) -> Tensor:
-        return grad / grad.norm()
-
-
-def _build(dp: int, tp: int, placement: str, optimizer_class: Any, options: dict[str, Any]) -> None:
-    mesh = make_mesh(dp, tp)
-    placed: dict[str, Placement] = {"shard": Shard(0), "replicate": Replicate()}
-    if placement == "partial":
-        tensor: Tensor = DTensor.from_local(torch.ones(6, 4), mesh["tp"], [Partial()])
-    else:
-        tensor = placed_as(torch.ones(6, 4), mesh["tp"], placed[placement])
-    params = [("plain", nn.Parameter(torch.ones(3))), ("fc.weight", nn.Parameter(tensor))]
-    group = None if options.pop("everybody", False) else mesh["dp"].get_group()
-    if options.pop("module", False):
-        options["module"] = nn.ParameterDict({"plain": params[0][1], "weight": params[1][1]})
-        params = list(options["module"].named_parameters())
-    ZeroRedundancyOptimizer(params, optimizer_class, process_group=group, **options)
-
-
-PART = "'fc.weight' .*Shard.* one of 2 parts.*'whole' RowNorms"
-AT_RANDOM = MixedPrecision(master_dtype=None, stochastic_rounding=True)
-
-#: Mesh, placement, class, options, error and message.
-REFUSED: dict[str, tuple[tuple[int, int], str, Any, dict[str, Any], type[Exception], str]] = {
-    "a class that looks at whole tensors": ((2, 2), "shard", RowNorms, {}, ValueError, PART),
-    "such a class on one data-parallel rank": ((1, 2), "shard", RowNorms, {}, ValueError, PART),
-    "slices for such a class": (
-        *((1, 2), "shard", RowNorms, {"layout": "sliced"}),
-        *(ValueError, "would change the numbers of RowNorms"),
-    ),
-    "a class that couples tensors": ((1, 2), "shard", optim.LBFGS, {}, ValueError, "LBFGS"),
-    "layout whole": (
-        *((2, 2), "shard", optim.AdamW, {"layout": "whole"}),
-        *(ValueError, "'fc.weight' .*layout 'whole' AdamW"),
-    ),
-    "terms of a sum": ((2, 2), "partial", optim.AdamW, {}, ValueError, "'fc.weight' .*Partial"),
-    "module": ((2, 2), "shard", optim.AdamW, {"module": True}, TypeError, "'weight' .*module="),
-    "DDP": (
-        *((2, 1), "replicate", optim.AdamW, {"overlap_with_ddp": True}),
-        *(TypeError, "'fc.weight' .*overlap_with_ddp=True"),
-    ),
-    "stochastic rounding": (
-        *((2, 2), "shard", optim.AdamW, {"precision": AT_RANDOM}),
-        *(TypeError, "'fc.weight' .*stochastic_rounding"),
-    ),
-    "a group of ranks with different parts": (
-        *((2, 2), "shard", optim.AdamW, {"everybody": True}),
-        *(ValueError, "part 0 of 2 by .*'fc.weight' of shape .*same part.*part 1 of 2"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_right_is_refused_on_every_rank(name: str) -> None:
-    (dp, tp), placement, optimizer_class, options, error, match = REFUSED[name]
-    args = (dp, tp, placement, optimizer_class, options)
-    raises_on_every_rank(_build, dp * tp, error, *args, match=match)
-
-
-class Signs(RowNorms):
-    """Element-wise, which has to be found out."""
-
-    def direction(self, grad: Tensor) -> Tensor:
-        return grad.sign()
-
-
-@pytest.mark.parametrize(
-    ("dp", "tp", "placement", "optimizer_class"),
-    [(2, 2, "replicate", RowNorms), (2, 1, "shard", RowNorms)]
-    + [(*mesh, "shard", Signs) for mesh in MESHES],
-)
-def test_element_wise_classes_may_have_parts_and_others_what_is_whole(
-    dp: int, tp: int, placement: str, optimizer_class: Any
-) -> None:
-    run_ranks(_build, dp * tp, dp, tp, placement, optimizer_class, {})
-
-
-def _checkpointed(how: str, path: str) -> None:
-    mesh = make_mesh(2, 2)
-    params = made_params(mesh)
-    opt = sharded([(f"p{i}", param) for i, param in enumerate(params)], mesh, CASES[0])
-    plain = ZeroRedundancyOptimizer(
-        [nn.Parameter(torch.ones(3))], optim.AdamW, process_group=opt.process_group
-    )
-    folder = f"{path}/{mesh['tp'].get_local_rank()}"
-    acts: dict[str, Callable[[], Any]] = {
-        "save": lambda: checkpoint.save(folder, opt),
-        "async": lambda: checkpoint.async_save(folder, opt),
-        "save model": lambda: checkpoint.save(folder, plain, make_model(mesh)),
-        "load": lambda: checkpoint.load(checkpoint.save(folder, plain), opt, strict=False),
-        "dcp": lambda: dcp.save({"optim": checkpoint.Sharded(opt)}, checkpoint_id=path),
-        "dcp load": lambda: dcp.load({"optim": checkpoint.Sharded(opt)}, checkpoint_id=path),
-        "stateful": lambda: checkpoint.Sharded(opt).state_dict(),
-        "join": lambda: opt.join_hook(),
-    }
-    acts[how]()
-
-
-ACTS = ["save", "async", "save model", "load", "stateful", "join", "dcp", "dcp load"]
-
-
-@pytest.mark.parametrize("how", ACTS)
-def test_what_knows_nothing_of_parts_refuses_dtensors(how: str, tmp_path: Path) -> None:
-    # DCP reports what ranks raise in an error of its own.
-    errors = (TypeError, dcp.api.CheckpointException) if how.startswith("dcp") else TypeError
-    match = "parameter '.*' is a DTensor: "
-    raises_on_every_rank(_checkpointed, 4, errors, how, str(tmp_path), match=match)

@@ -261,7 +261,7 @@ def test_a_consolidated_dict_with_names_is_what_torch_gives() -> None:
 
 def test_names_have_to_be_as_many_as_parameters() -> None:
     _, opt = trained()
-    with pytest.raises(ValueError, match="4 parameters need as many names"):
+    with pytest.raises(ValueError, match="expected 4 different names"):
         by_name(opt.state_dict(), ["a", "b"])
 
 

@@ -224,10 +224,10 @@ class _Loading:
         first, *others = map(read_tensor, self.match.alternatives[name])
         for other in others:
             if first.dtype != other.dtype or not torch.equal(_raw(first), _raw(other)):
-                raise CheckpointError(
-                    f"{self.match.checkpoint.path}: model tensor {name!r} is one tensor of several "
-                    "names here, and under these there are different ones there; untie it, or pass "
-                    "strict=False to take the first"
+                raise self.match.error(
+                    f"model tensor {name!r} is one tensor of several names here, and under these "
+                    "there are different ones there; untie it, or pass strict=False to take the "
+                    "first"
                 )
 
     def _read_state(
@@ -238,19 +238,17 @@ class _Loading:
         tree, checkpoint = param.state, self.match.checkpoint
         whole = held == Interval(0, spec.numel)
         if not whole and (kinds := wrappers(tree.node)):
-            raise CheckpointError(
-                f"{checkpoint.path}: state of parameter {param.name!r} is a tensor of class "
-                f"{kinds[0]}, which cannot be cut; construct the optimizer with "
-                'layout="whole"'
+            raise self.match.error(
+                f"state of parameter {param.name!r} is a tensor of class {kinds[0]}, which cannot "
+                'be cut; construct the optimizer with layout="whole"'
             )
 
         def read_leaf(number: int, leaf: Leaf) -> torch.Tensor:
             if not param.per_element[number]:
                 if not whole and leaf.shape and leaf.data is None:
-                    raise CheckpointError(
-                        f"{checkpoint.path}: state {leaf.path!r} of parameter {param.name!r} "
-                        "belongs to the whole parameter; construct the optimizer with "
-                        'layout="whole"'
+                    raise self.match.error(
+                        f"state {leaf.path!r} of parameter {param.name!r} belongs to the whole "
+                        'parameter; construct the optimizer with layout="whole"'
                     )
                 return checkpoint.read_leaf(tree, number, leaf)
             if number not in tree.stored:
@@ -295,9 +293,8 @@ class _Loading:
                     undo.append(partial(match.modules[name].set_extra_state, copy.deepcopy(old)))
                     match.modules[name].set_extra_state(self.extra_state[there])
             except Exception as error:
-                raise CheckpointError(
-                    f"{match.checkpoint.path}: what is in it is not taken: "
-                    f"{type(error).__name__}: {error}"
+                raise match.error(
+                    f"what is in it is not taken: {type(error).__name__}: {error}"
                 ) from error
 
         try:

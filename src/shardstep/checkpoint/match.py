@@ -95,11 +95,11 @@ class Match:
         refuse_dtensors(named_params(self.optimizer, self.model), NO_OFFSETS)
         if self.optimizer is not None:
             if contents.optimizer is None:
-                raise self._unfit("there is no optimizer in it")
+                raise self.error("there is no optimizer in it")
             self._match_optimizer(self.optimizer, contents.optimizer)
         if self.model is not None:
             if contents.model is None:
-                raise self._unfit("there is no model in it")
+                raise self.error("there is no model in it")
             self._match_model(unwrapped(self.model), contents.model)
         if self.strict and (self.missing or self.unexpected):
             raise CheckpointError(
@@ -118,6 +118,10 @@ class Match:
         """Look the model's tensors up again. Creating masters may have moved parameters."""
         if self.model is not None:
             self.targets = split_state_dict(unwrapped(self.model).state_dict()).tensors
+
+    def error(self, problem: str) -> CheckpointError:
+        """Return the error for a checkpoint that does not fit."""
+        return CheckpointError(f"{self.checkpoint.path}: {problem}")
 
     def differences(self) -> str:
         """Describe what was not matched."""
@@ -160,7 +164,7 @@ class Match:
         most = STATE_NBYTES + STATE_RATIO * sum(spec.nbytes for spec in specs)
         for index, param in self.found.items():
             if param.shape != specs[index].shape:
-                raise self._unfit(
+                raise self.error(
                     f"parameter {param.name!r} has shape {param.shape} there, but "
                     f"{specs[index].shape} here; this checkpoint is of another model"
                 )
@@ -168,7 +172,7 @@ class Match:
                 self.without_state.append(index)
             for leaf in [] if param.state is None else leaves(param.state.node):
                 if leaf.shape != param.shape and leaf.nbytes > most:
-                    raise self._unfit(
+                    raise self.error(
                         f"state {leaf.path!r} of parameter {param.name!r} takes {leaf.nbytes:,} "
                         f"bytes, too many for a parameter of shape {param.shape}"
                     )
@@ -182,7 +186,7 @@ class Match:
         if positional != saved.positional:
             # One side knows numbers only. They mean the same if there are equally many.
             if len(names) != len(saved.params):
-                raise self._unfit(
+                raise self.error(
                     f"it has {len(saved.params)} parameters and this optimizer {len(names)}, and "
                     "one of them knows no names; construct the optimizer from "
                     "model.named_parameters(), or give model= when saving and loading"
@@ -215,7 +219,7 @@ class Match:
             if not there and number < len(saved.groups) and not saved.groups[number][0]:
                 there = {number}
             if len(there) > 1 and self.strict:
-                raise self._unfit(
+                raise self.error(
                     f"the parameters of group {number} are in groups {sorted(there)} there, whose "
                     "options may differ; construct the optimizer with the same groups, or pass "
                     "strict=False to keep this one's options"
@@ -265,7 +269,7 @@ class Match:
         }
         for name, _ in self.extra_state.values():
             if name not in self.modules:
-                raise self._unfit(
+                raise self.error(
                     f"model state {name!r} is made up by the model's state_dict(), so nothing can "
                     "be given it; load it with model.load_state_dict(checkpoint.weights(path))"
                 )
@@ -314,7 +318,7 @@ class Match:
             )
         else:
             return
-        raise self._unfit(f"model tensor {name!r} {problem}")
+        raise self.error(f"model tensor {name!r} {problem}")
 
     # ------------------------------------------------------------------------------- common
 
@@ -334,13 +338,10 @@ class Match:
             trees += [contents.optimizer.global_state, *self.options]
         nbytes += sum(stored.nbytes for tree in trees if tree for stored in tree.stored.values())
         if nbytes > memory_nbytes():
-            raise self._unfit(
+            raise self.error(
                 f"rank {self.comm.group_rank} would have to read {nbytes:,} bytes of it, and has "
                 f"memory for {memory_nbytes():,}"
             )
-
-    def _unfit(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.checkpoint.path}: {problem}")
 
 
 def _is_empty(state: Tree | None) -> bool:

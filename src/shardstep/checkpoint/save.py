@@ -7,6 +7,7 @@ optimizer. A failure is raised on every rank by the next `wait()`, `save` or `as
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -90,9 +91,15 @@ class AsyncSaveState:
     def finish_running(self, comm: Comm) -> None:
         """Wait for the running save. Called on every rank."""
         running, self.running = self.running, None
-        if running is not None:
+        if running is None:
+            return
+        if self._connection is not None and self._connection[0] is comm.group:
             # Some ranks may have waited and raised already. They must not go on alone.
             run_on_all_ranks(comm, "the save before this one", lambda: str(running.wait()))
+        else:
+            # Its group was replaced, and ranks of the new one may not know of it.
+            with contextlib.suppress(RuntimeError):  # it was logged
+                running.wait()
 
     def connection(self, comm: Comm) -> Comm:
         """Return separate connections between the ranks of `comm`. Called on every rank."""

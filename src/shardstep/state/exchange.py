@@ -1,9 +1,8 @@
 """Moves optimizer state from the ranks that hold it to the ranks that want it.
 
-One mechanism for consolidating to a single rank and for following a changed plan: the two differ
-only in what is wanted where. The structure of the state travels as text, so that every rank knows
-what every other holds; the tensors travel as bytes, straight from holder to taker, a bounded chunk
-at a time.
+Consolidating to one rank and following a changed plan differ only in which rank wants which part.
+All ranks gather the structure of the state as JSON. Tensors go as bytes from holder to taker, in
+bounded chunks.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ NOTHING: Node = ["dict", []]
 """The state of a parameter that has none yet."""
 
 Device = Callable[[int, Leaf], torch.device]
-"""On which device the given tensor of the given parameter's state is to lie."""
+"""Returns the device for a tensor of the given parameter's state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the ranks together keep of one parameter: its holders, and the form of its tensors.
+    """The state of one parameter over all ranks.
 
     Attributes:
         node: the structure, as the first holder describes it.
         leaves: the tensors in it.
-        per_element: for each tensor, whether it has a value for each element of the parameter.
-        shared: whether several ranks hold parts of the parameter.
+        per_element: for each tensor, True if it has a value for each element of the parameter.
+        shared: several ranks hold parts of the parameter.
     """
 
     spec: ParamSpec
@@ -46,11 +45,11 @@ class Kept:
     shared: bool
 
     def travels(self, leaf: int, interval: Interval) -> bool:
-        """Whether this tensor has to be sent, or is in the text already."""
+        """Return whether this tensor has to be sent: the JSON does not have its values."""
         return self.cuts(leaf, interval) or self.leaves[leaf].data is None
 
     def cuts(self, leaf: int, wanted: Interval) -> bool:
-        """Whether this tensor is taken apart or put together on the way to `wanted`."""
+        """Return whether this tensor is cut or joined on the way to `wanted`."""
         return self.per_element[leaf] and (self.shared or wanted != _everything(self.spec))
 
 
@@ -69,16 +68,16 @@ def move_state(
     Args:
         comm: the ranks.
         specs: the parameters.
-        held: for each rank, whose elements' state it holds.
-        wanted: for each rank, whose elements' state it is to have.
-        states: this rank's state by parameter, for those it has any for.
-        device: where to put what arrives.
+        held: for each rank, the elements whose state it holds.
+        wanted: for each rank, the elements whose state it is to have.
+        states: this rank's state by parameter.
+        device: the device for each tensor that arrives.
 
     Returns:
-        The state of what `wanted` says of this rank, in memory of its own.
+        A copy of the state for this rank's elements in `wanted`.
 
     Raises:
-        RuntimeError: on every rank, if the state of some parameter cannot be put together.
+        RuntimeError: on every rank, if the parts of a parameter's state do not fit together.
     """
     kept, tensors = survey(comm, specs, held, states)
     me = comm.group_rank
@@ -111,18 +110,18 @@ def move_state(
 def survey(
     comm: Comm, specs: Sequence[ParamSpec], held: Sequence[Holding], states: Mapping[int, Any]
 ) -> tuple[dict[int, Kept], dict[int, list[torch.Tensor]]]:
-    """What the ranks together keep of each parameter that has state, and this rank's tensors of it.
+    """Return the state over all ranks of each parameter that has any, and this rank's tensors.
 
     Called on every rank.
 
     Args:
         comm: the ranks.
         specs: the parameters.
-        held: for each rank, whose elements' state it holds.
-        states: this rank's state by parameter, for those it has any for.
+        held: for each rank, the elements whose state it holds.
+        states: this rank's state by parameter.
 
     Raises:
-        RuntimeError: on every rank, if the state of some parameter cannot be put together.
+        RuntimeError: on every rank, if the parts of a parameter's state do not fit together.
     """
     nodes, tensors = _describe(comm, specs, states)
     kept = {
@@ -136,7 +135,7 @@ def survey(
 def _describe(
     comm: Comm, specs: Sequence[ParamSpec], states: Mapping[int, Any]
 ) -> tuple[list[dict[int, Node]], dict[int, list[torch.Tensor]]]:
-    """Every rank's structures, and this rank's tensors."""
+    """Return every rank's structures and this rank's tensors."""
     own: dict[int, Node] = {}
     tensors: dict[int, list[torch.Tensor]] = {}
     failure = None
@@ -156,7 +155,7 @@ def _describe(
 def _combine(
     spec: ParamSpec, held: Sequence[Holding], nodes: Sequence[Mapping[int, Node]], param: int
 ) -> Kept:
-    """What the holders of a parameter keep of it together.
+    """Combine the state that the holders of a parameter have of it.
 
     Raises:
         RuntimeError: if their parts do not fit together.
@@ -164,7 +163,7 @@ def _combine(
     holders = [rank for rank, holding in enumerate(held) if param in holding]
     without = [rank for rank in holders if param not in nodes[rank]]
     if all(each.get(param, NOTHING) == NOTHING for each in nodes):
-        # Whoever looks up the state of a parameter that has none makes an empty one of it.
+        # Reading `optimizer.state[param]` creates an empty state, perhaps on some ranks only.
         nodes = [{param: NOTHING} for _ in nodes]
     elif without:
         raise RuntimeError(
@@ -201,14 +200,14 @@ def _combine(
 
 
 def _skeleton(node: Node) -> Node:
-    """What ranks that own parts of one parameter have in common: all but shapes and tensor data."""
+    """Return the description without shapes and data: it is equal on all holders."""
     return with_leaves(node, lambda number, leaf: leaf[:2])
 
 
 def _make(
     kept: Kept, wanted: Interval, param: int, device: Device, made: list[torch.Tensor]
 ) -> Any:
-    """The state for `wanted`, with room for what is still to arrive; its tensors go to `made`."""
+    """Return the state for `wanted`, to be filled; append its tensors to `made`."""
 
     def make(leaf: Leaf) -> torch.Tensor:
         if not kept.cuts(len(made), wanted):
@@ -228,7 +227,7 @@ def _make(
 def _part(
     tensor: torch.Tensor, held: Interval, copy: Copy, spec: ParamSpec, cuts: bool
 ) -> torch.Tensor:
-    """What `copy` takes of a tensor that covers `held`, in the parameter's memory order."""
+    """Return the part that `copy` takes of a tensor for `held`, in the parameter's memory order."""
     if not cuts:
         return flat(tensor)
     whole = held == _everything(spec)
@@ -240,7 +239,7 @@ def _part(
 def _carry(
     comm: Comm, copy: Copy, source: torch.Tensor | None, target: torch.Tensor | None
 ) -> None:
-    """Take one tensor's bytes from the source rank to the target rank."""
+    """Send one tensor's bytes from the source rank to the target rank."""
     if source is not None and target is not None:
         target.copy_(source)
     elif source is not None:
@@ -262,5 +261,5 @@ def _everything(spec: ParamSpec) -> Interval:
 
 
 def _shape(held: Interval, spec: ParamSpec) -> tuple[int, ...]:
-    """The shape that a value per element has on a rank that holds `held`."""
+    """Return the shape of a value per element on a rank that holds `held`."""
     return spec.shape if held == _everything(spec) else (held.numel,)

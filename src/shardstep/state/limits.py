@@ -1,7 +1,6 @@
-"""How much a description may claim: what somebody else wrote must not cost more than it can hold.
+"""Limits for descriptions of tensors, which come from files and from other ranks.
 
-Descriptions come from files and from other ranks. Nothing is allocated, multiplied or walked
-through on their word alone.
+They are checked before anything is allocated, multiplied or walked through.
 """
 
 from __future__ import annotations
@@ -13,22 +12,21 @@ from pathlib import Path
 from typing import Any
 
 MAX_DIMS = 64
-"""As many as torch's own functions take."""
+"""The limit of torch's own functions."""
 
 MAX_DEPTH = 64
-"""Of dicts and lists in one another, far from where Python gives up."""
+"""The limit for nested containers, far below Python's recursion limit."""
 
 MAX_NUMEL = 2**58
 
 STATE_NBYTES = 64 * 2**20
 STATE_RATIO = 64
-"""State that is not per element may have so many bytes, and so many times the bytes of all
-parameters, in one tensor: room for a vector of history or a square factor, not for gigabytes beside
-a scalar."""
+"""The limits for one tensor of state that is not per element: bytes, and times the bytes of all
+parameters. A vector of history or a square factor fits; gigabytes for a scalar do not."""
 
 
 def is_counts(value: Any) -> bool:
-    """Whether this is a list of a few numbers that can be sizes or places."""
+    """Return whether this is a short list of numbers that can be sizes or offsets."""
     return (
         isinstance(value, list)
         and len(value) <= MAX_DIMS
@@ -37,14 +35,14 @@ def is_counts(value: Any) -> bool:
 
 
 def is_sizes(value: Any) -> bool:
-    """Whether this is a list of numbers that can be the sizes of one tensor."""
+    """Return whether this is a list of numbers that can be the sizes of one tensor."""
     return is_counts(value) and math.prod(max(1, each) for each in value) <= MAX_NUMEL
 
 
 def memory_nbytes() -> int:
-    """How much memory this process could have if nobody else had any."""
+    """Return the memory of this machine, or the limit of its container."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with contextlib.suppress(OSError, ValueError):
-        # A container's own limit, in the second version of control groups.
+        # The container's limit, with control groups version 2.
         found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(found)

@@ -1,4 +1,4 @@
-"""Says so when a loaded state does not cover what trains: it would resume, in part, from zero."""
+"""Warn if a loaded state lacks trainable parameters: these would resume from zero."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def warn_of_missing_state(
 ) -> None:
     """Warn of trainable parameters that have no state although their optimizer keeps some.
 
-    That it keeps some for a group is seen from other parameters of the group; if none has any, a
-    rank that owns some of the group finds it out by a step on a copy of its smallest piece.
+    Other parameters of the group show that the optimizer keeps state. If none has any, a rank steps
+    on a copy of its smallest piece of the group to find out.
 
     Args:
         rehearse: returns the state that a first step would make for some parameters.
         plan: the placement.
-        group_rank: which rank this is.
+        group_rank: this rank.
         present: the parameters that have state now.
     """
     trainable = [index for index, spec in enumerate(plan.specs) if spec.trainable]
@@ -40,7 +40,7 @@ def warn_of_missing_state(
         try:
             states, _ = rehearse(tried)
             keeping |= {tried[index] for index in states}
-        except Exception:  # whatever a step on zero gradients does not agree with
+        except Exception:  # a step on zero gradients may fail in any way
             keeping |= set(tried.values())
     missed = [index for index in sorted(lacking) if plan.specs[index].group in keeping]
     if not missed:

@@ -1,4 +1,4 @@
-"""State dicts that know parameters by name, as FSDP2 and DDP write them, to and from numbers."""
+"""Convert state dicts between parameter names, as FSDP2 and DDP write them, and numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_leaves_with_path
 
 from shardstep.params.names import shorten_list, strip_wrapper_prefixes
 
@@ -15,10 +16,10 @@ Groups = Sequence[Mapping[str, Any]]
 def numbered(
     state_dict: Mapping[str, Any], groups: Groups, names: Sequence[str]
 ) -> Mapping[str, Any]:
-    """The same dict with numbers, in the order of this optimizer's parameters and groups.
+    """Return the dict with numbers, in the order of this optimizer's parameters and groups.
 
-    One that has numbers is returned as it is, unless it has names beside them that say that it is
-    about the same parameters in another order.
+    A dict with numbers is returned unchanged, unless its `param_names` are this optimizer's in
+    another order.
 
     Args:
         state_dict: an optimizer's full state dict. Names in place of numbers may be nested or flat,
@@ -27,16 +28,16 @@ def numbered(
         names: its parameters' names, group after group.
 
     Raises:
-        ValueError: if it is about other parameters, or has only a part of them.
+        ValueError: if it has other parameters than this optimizer, or only some of them.
     """
     if "param_groups" in state_dict:
         saved_groups = state_dict["param_groups"]
         if not any(isinstance(name, str) for group in saved_groups for name in group["params"]):
-            beside = [name for group in saved_groups for name in group.get("param_names", ())]
-            theirs, own = strip_wrapper_prefixes(beside), strip_wrapper_prefixes(names)
+            given = [name for group in saved_groups for name in group.get("param_names", ())]
+            theirs, own = strip_wrapper_prefixes(given), strip_wrapper_prefixes(names)
             if theirs == own or sorted(theirs) != sorted(own):
                 return state_dict
-            state_dict = by_name(state_dict, beside)
+            state_dict = by_name(state_dict, given)
     ours = _names_in_groups(groups, names)
     if "param_groups" not in state_dict:
         state_dict = _nested(state_dict, ours, groups)
@@ -52,9 +53,9 @@ def numbered(
         match = next((each for each in left if each[1] == set(indices)), None)
         if match is None:
             raise ValueError(
-                f"the loaded state dict has no parameter group of just the parameters of group "
-                f"{number} here ({shorten_list(group)}); construct the optimizer with the same "
-                "groups as the saved one"
+                f"the loaded state dict has no parameter group with exactly the parameters of "
+                f"group {number} here ({shorten_list(group)}); construct the optimizer with the "
+                "same groups as the saved one"
             )
         left.remove(match)
         options = {k: v for k, v in match[0].items() if k not in ("params", "param_names")}
@@ -62,8 +63,8 @@ def numbered(
     state: dict[Any, Any] = {}
     for name, value in state_dict["state"].items():
         if name in index_of:
-            _refuse_parts(value, name)
-            if not _nothing(value):
+            _refuse_shards(value, name)
+            if any(item is not None for item in tree_leaves(value)):  # else saved before any step
                 state[index_of[name]] = value
         else:
             state[name] = value
@@ -76,14 +77,14 @@ def numbered(
 
 
 def by_name(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """A consolidated dict with names in place of numbers, as `get_optimizer_state_dict` gives it.
+    """Return a consolidated dict with names for numbers, as `get_optimizer_state_dict` does.
 
     Args:
-        state_dict: what `state_dict()` returned after `consolidate_state_dict()`.
+        state_dict: the value of `state_dict()` after `consolidate_state_dict()`.
         names: the parameters' names, in the optimizer's order.
 
     Raises:
-        ValueError: if there are not as many names as parameters, or one is there twice.
+        ValueError: if there are not as many names as parameters, or a name occurs twice.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -96,8 +97,8 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
     numbers = [number for group in groups for number in group["params"]]
     if len(numbers) != len(names) or len(set(names)) != len(names):
         raise ValueError(
-            f"{len(numbers)} parameters need as many names, each its own, but {len(names)} names "
-            f"were given, {len(set(names))} of them different"
+            f"expected {len(numbers)} different names, one per parameter, but got {len(names)} "
+            f"names, {len(set(names))} of them different"
         )
     name_of = dict(zip(numbers, names, strict=True))
     masters = state_dict.get("masters", {})
@@ -121,10 +122,10 @@ def _names_in_groups(groups: Groups, names: Sequence[str]) -> list[list[str]]:
 
 
 def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:
-    """Which of the parameters `names` each saved name means.
+    """Return the position in `names` of each saved name.
 
     Raises:
-        ValueError: if the two are not about the same parameters.
+        ValueError: if the two do not name the same parameters.
     """
     theirs, ours = strip_wrapper_prefixes(saved), strip_wrapper_prefixes(names)
     if all(name == f"param {number}" for number, name in enumerate(ours)) and theirs != ours:
@@ -139,7 +140,7 @@ def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:
     missing = [name for name, own in zip(names, ours, strict=True) if own not in said]
     if unknown or missing:
         raise ValueError(
-            "the loaded state dict is about other parameters than this optimizer: "
+            "the loaded state dict has other parameters than this optimizer: "
             + "; ".join(
                 f"{what} {len(which)} ({shorten_list(which)})"
                 for what, which in (("it lacks", missing), ("unknown here are", unknown))
@@ -154,7 +155,7 @@ def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:
 def _nested(
     flat: Mapping[str, Any], ours: Sequence[Sequence[str]], groups: Groups
 ) -> dict[str, Any]:
-    """The nested form of a dict that was flattened to `state.NAME.KEY`, `param_groups.NAME.KEY`."""
+    """Return the nested form of a dict with keys `state.NAME.KEY` and `param_groups.NAME.KEY`."""
     options: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
         if key.startswith("param_groups."):
@@ -178,7 +179,7 @@ def _nested(
             packed.append({**own, "params": []})
             continue
         for name in members:
-            if not _alike(options[name], options[members[0]]):
+            if not _same_options(options[name], options[members[0]]):
                 raise ValueError(
                     f"parameters {members[0]!r} and {name!r} are in one group here, but were saved "
                     "with different options; construct the optimizer with the same groups"
@@ -196,6 +197,7 @@ def _nested(
 
 
 def _split(key: str, names: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Split `NAME.PATH` after the longest name that is known."""
     parts = key.split(".")
     for stop in range(len(parts) - 1, 0, -1):
         if (name := ".".join(parts[:stop])) in names:
@@ -205,34 +207,23 @@ def _split(key: str, names: Mapping[str, Any]) -> tuple[str, list[str]]:
     )
 
 
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    return bool(one == other)
+def _same_options(one: Any, other: Any) -> bool:
+    """Compare options; a list equals a tuple of the same items, and tensors compare by value."""
+    ones, others = (dict(tree_leaves_with_path(each)) for each in (one, other))
+    return ones.keys() == others.keys() and all(
+        torch.equal(value, others[path])
+        if isinstance(value, torch.Tensor) and isinstance(others[path], torch.Tensor)
+        else bool(value == others[path])
+        for path, value in ones.items()
+    )
 
 
-def _refuse_parts(value: Any, name: str) -> None:
-    """A dict of shards cannot be loaded from: other ranks have the rest of each tensor."""
-    if isinstance(value, torch.Tensor) and hasattr(value, "full_tensor"):
-        raise ValueError(
-            f"the state of parameter {name!r} is a {type(value).__name__}, of which each rank has "
-            "a part; get it with StateDictOptions(full_state_dict=True), or save and load it with "
-            "torch.distributed.checkpoint"
-        )
-    inner = value.values() if isinstance(value, Mapping) else value
-    if isinstance(value, (Mapping, list, tuple)):
-        for item in inner:
-            _refuse_parts(item, name)
-
-
-def _nothing(value: Any) -> bool:
-    """Whether there is no value in it at all: a state that was saved before it was made."""
-    if isinstance(value, Mapping):
-        return all(map(_nothing, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(_nothing, value))
-    return value is None
+def _refuse_shards(value: Any, name: str) -> None:
+    """Raise if a tensor is a DTensor: other ranks have the rest of it."""
+    for item in tree_leaves(value):
+        if isinstance(item, torch.Tensor) and hasattr(item, "full_tensor"):
+            raise ValueError(
+                f"the state of parameter {name!r} is a {type(item).__name__}, of which each rank "
+                "has a part; get it with StateDictOptions(full_state_dict=True), or save and load "
+                "it with torch.distributed.checkpoint"
+            )

@@ -18,7 +18,7 @@ from shardstep.local.unmovable_state import find_unmovable_state
 from shardstep.plan import Holding, Interval, ParamSpec, ShardPlan
 from shardstep.state.exchange import move_state
 from shardstep.state.state_dict import device_of
-from shardstep.state.torch_dict import take
+from shardstep.state.torch_dict import slice_state
 
 
 def move_states(
@@ -65,7 +65,7 @@ def move_states(
     )
     mine = after.intervals(comm.group_rank)
     return {
-        param: take(state, mine[param], after.specs[param]) if param in restrided else state
+        param: slice_state(state, mine[param], after.specs[param]) if param in restrided else state
         for param, state in moved.items()
     }
 

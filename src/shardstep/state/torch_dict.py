@@ -1,15 +1,15 @@
-"""The plain `torch.optim` state dict: putting one together, and taking a share out of one."""
+"""Pack groups into a `torch.optim` state dict, and load one rank's share of a full dict."""
 
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shardstep.layouts.known_classes import ELEMENT_WISE
 from shardstep.local.multi_class import MultiClass, of_one_class
@@ -20,18 +20,23 @@ from shardstep.state.tree import own_copy
 
 Groups = Sequence[Mapping[str, Any]]
 
-OURS = ("state", "param_groups", "masters", "rounding_step")
+KNOWN_KEYS = ("state", "param_groups", "masters", "rounding_step")
+"""The entries of a full state dict that this library reads; the class reads the others."""
 
 SCALARS = ("mu_product", "eta", "mu")
-"""What torch's own NAdam and ASGD keep, like `step`, in a dtype that is not the parameter's."""
+"""State of torch's NAdam and ASGD that, like `step`, has another dtype than the parameter."""
 
 
 def pack_groups(groups: Groups) -> list[dict[str, Any]]:
-    """Parameter groups with numbers in place of parameters, and tensors of their own."""
+    """Return the groups with numbers in place of parameters, and copies of tensor options."""
     packed = []
     start = 0
     for group in groups:
-        options = {key: _own(value) for key, value in group.items() if key != "params"}
+        options = {
+            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
         stop = start + len(group["params"])
         packed.append({**options, "params": list(range(start, stop))})
         start = stop
@@ -45,7 +50,7 @@ def load_share(
     group_rank: int,
     local: Optimizer,
 ) -> set[int]:
-    """Load into `local`, which holds `group_rank`'s pieces, its share of a full state dict.
+    """Load `group_rank`'s share of a full state dict into `local`, the optimizer on its pieces.
 
     Args:
         state_dict: the full state dict, of this optimizer unsharded.
@@ -55,10 +60,10 @@ def load_share(
         local: the optimizer on that rank's pieces, in the groups of their parameters.
 
     Returns:
-        Which parameters the dict has state for.
+        The parameters that the dict has state for.
 
     Raises:
-        ValueError: if the dict does not fit; found on every rank alike, before anything is changed.
+        ValueError: on every rank and before any change, if the dict does not fit.
     """
     saved_groups = state_dict["param_groups"]
     index_of = _match(saved_groups, groups)
@@ -66,29 +71,29 @@ def load_share(
         saved_groups = of_one_class(saved_groups, type(local))
     held = plan.intervals(group_rank)
     mine: dict[int, Any] = {}
-    loose: dict[Any, Any] = {}
+    global_state: dict[Any, Any] = {}
     present = set()
     for identifier, value in state_dict["state"].items():
         index = index_of.get(identifier)
         if index is None:
-            loose[identifier] = copy.deepcopy(value)
+            global_state[identifier] = copy.deepcopy(value)
             continue
         spec = plan.specs[index]
         if spec.layout == "sliced" or type(local) in ELEMENT_WISE:
-            _check(value, spec)
+            _check_shapes(value, spec)
         if value:
             present.add(index)
         if index in held:
-            mine[index] = take(value, held[index], spec)
+            mine[index] = slice_state(value, held[index], spec)
     packed = [
         {**group, "params": [index_of[identifier] for identifier in group["params"]]}
         for group in saved_groups
     ]
-    beside = {k: copy.deepcopy(value) for k, value in state_dict.items() if k not in OURS}
+    extra = {k: copy.deepcopy(value) for k, value in state_dict.items() if k not in KNOWN_KEYS}
     wide = {index_of.get(identifier) for identifier in state_dict.get("masters", ())}
     if "rounding_step" in state_dict:
         wide.update(held)
-    install(local, sorted(held), mine, loose, packed, plan.specs, beside, wide)
+    install(local, sorted(held), mine, global_state, packed, plan.specs, extra, wide)
     return present
 
 
@@ -96,27 +101,27 @@ def install(
     local: Optimizer,
     held: Sequence[int],
     states: Mapping[int, Any],
-    loose: Mapping[Any, Any],
+    global_state: Mapping[Any, Any],
     groups: Groups,
     specs: Sequence[ParamSpec],
-    beside: Mapping[str, Any],
+    extra: Mapping[str, Any],
     wide: Container[int | None],
 ) -> None:
-    """Give the optimizer on some pieces their state, and the options of their groups.
+    """Load state and group options into the optimizer on some pieces.
 
     Args:
         local: the optimizer.
         held: the numbers of the parameters whose pieces it has, in order.
-        states: state by number of the parameter.
-        loose: state that belongs to no parameter.
+        states: state by the parameter's number.
+        global_state: state that belongs to no parameter.
         groups: the groups of all parameters, with their numbers.
         specs: all parameters.
-        beside: what the class has put beside state and groups, for the class to read.
-        wide: the parameters whose state is that of a tensor of a wider dtype, as it will be here.
+        extra: entries of the state dict that only the class reads.
+        wide: parameters whose state was saved for a master or for a tensor of a wider dtype.
     """
     # torch numbers the pieces of the local optimizer in the order of its groups.
     numbers = {index: number for number, index in enumerate(held)}
-    state = {**loose, **{numbers[index]: value for index, value in states.items()}}
+    state = {**global_state, **{numbers[index]: value for index, value in states.items()}}
     local_groups = []
     for group in groups:
         kept = [position for position, index in enumerate(group["params"]) if index in numbers]
@@ -124,20 +129,15 @@ def install(
         if "param_names" in group:
             share["param_names"] = [group["param_names"][position] for position in kept]
         local_groups.append(share)
-    local.load_state_dict({**beside, "state": state, "param_groups": local_groups})
-    for part in local.parts if isinstance(local, MultiClass) else [local]:
-        if _casts_blindly(part):
-            dtypes = [None if index in wide else specs[index].dtype for index in held]
-            _restore_dtypes(local, part, state, dtypes)
-        elif _casts(part):
-            _restore_scalars(local, part, state)
+    local.load_state_dict({**extra, "state": state, "param_groups": local_groups})
+    _undo_casts(local, state, [None if index in wide else specs[index].dtype for index in held])
 
 
 def described_in(state_dict: Mapping[str, Any], groups: Groups) -> list[int]:
-    """The numbers of the parameters that a full state dict has a state or a master for.
+    """Return the parameters that a full state dict has state or a master for.
 
     Raises:
-        ValueError: if it does not fit; found on every rank alike.
+        ValueError: on every rank, if the dict does not fit.
     """
     index_of = _match(state_dict["param_groups"], groups)
     found = {key for key, value in state_dict["state"].items() if value}
@@ -148,10 +148,10 @@ def described_in(state_dict: Mapping[str, Any], groups: Groups) -> list[int]:
 def masters_in(
     state_dict: Mapping[str, Any], groups: Groups, plan: ShardPlan, group_rank: int
 ) -> dict[int, torch.Tensor]:
-    """What a full state dict has of the masters of `group_rank`'s pieces, by parameter.
+    """Return the masters of `group_rank`'s pieces in a full state dict, by parameter.
 
     Raises:
-        ValueError: if it does not fit; found on every rank alike.
+        ValueError: on every rank, if the dict does not fit.
     """
     index_of = _match(state_dict["param_groups"], groups)
     held = plan.intervals(group_rank)
@@ -159,7 +159,9 @@ def masters_in(
     for identifier, master in state_dict.get("masters", {}).items():
         index = index_of.get(identifier)
         if index is None:
-            raise ValueError(f"there is a master for {identifier!r}, which is in no group")
+            raise ValueError(
+                f"the loaded state dict has a master for {identifier!r}, which is in no group"
+            )
         spec = plan.specs[index]
         if master.shape != spec.shape:
             raise ValueError(
@@ -167,12 +169,12 @@ def masters_in(
                 f"parameter has shape {spec.shape}; this state dict belongs to another model"
             )
         if index in held:
-            share[index] = take(master, held[index], spec)
+            share[index] = slice_state(master, held[index], spec)
     return share
 
 
 def _match(saved: Groups, groups: Groups) -> dict[Any, int]:
-    """Which parameter each identifier in the saved groups stands for: matched by position."""
+    """Map each identifier in the saved groups to the parameter at the same position."""
     ours, theirs = ([len(group["params"]) for group in each] for each in (groups, saved))
     if ours != theirs:
         raise ValueError(
@@ -183,8 +185,8 @@ def _match(saved: Groups, groups: Groups) -> dict[Any, int]:
     return {identifier: index for index, identifier in enumerate(identifiers)}
 
 
-def _check(value: Any, spec: ParamSpec) -> None:
-    """An element-wise optimizer keeps values per element and numbers, nothing else."""
+def _check_shapes(value: Any, spec: ParamSpec) -> None:
+    """Raise unless the state is a value per element or a number, as element-wise classes have."""
     for key, item in value.items():
         tensor = local_part(item)
         if isinstance(tensor, torch.Tensor) and is_traceable_wrapper_subclass(tensor):
@@ -199,79 +201,58 @@ def _check(value: Any, spec: ParamSpec) -> None:
             )
 
 
-def take(value: Any, held: Interval, spec: ParamSpec) -> Any:
-    """What belongs to the elements `held` of a whole parameter's state, in memory of its own."""
-    if isinstance(value, torch.Tensor):
-        value = local_part(value)
-        if held.numel == spec.numel or value.shape != spec.shape:
-            return own_copy(value)
-        return flat(value, spec.stride)[held.slice].clone()
-    if isinstance(value, Mapping):
-        return {key: take(item, held, spec) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(take(item, held, spec) for item in value)
-    if isinstance(value, deque):
-        return deque((take(item, held, spec) for item in value), value.maxlen)
-    return value
+def slice_state(value: Any, held: Interval, spec: ParamSpec) -> Any:
+    """Return a copy of a whole parameter's state for the elements `held` alone."""
+
+    def part(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        item = local_part(item)
+        if held.numel == spec.numel or item.shape != spec.shape:
+            return own_copy(item)
+        return flat(item, spec.stride)[held.slice].clone()
+
+    return tree_map(part, value)
 
 
-def _casts(local: Optimizer) -> bool:
-    """Whether loading casts all state but `step` to the parameter's dtype: the base class does."""
-    return type(local).load_state_dict is Optimizer.load_state_dict
+def _undo_casts(
+    local: Optimizer, saved: Mapping[Any, Any], dtypes: Sequence[torch.dtype | None]
+) -> None:
+    """Restore the dtypes of state that `Optimizer.load_state_dict` casts to the parameter's.
 
-
-def _casts_blindly(local: Optimizer) -> bool:
-    """Whether loading casts all state to the parameter's dtype without the class wanting it.
-
-    The moments of torch's own classes have the parameter's dtype anyway, but others keep fp32 ones
-    for 16-bit parameters, or quantised ones, which the cast would ruin.
+    The moments of torch's own classes have the parameter's dtype anyway; only `SCALARS` do not.
+    Other classes may keep fp32 or quantised state for 16-bit parameters: the cast would ruin it.
     """
-    return _casts(local) and not type(local).__module__.startswith("torch.optim")
-
-
-def _restore_scalars(local: Optimizer, part: Optimizer, saved: Mapping[Any, Any]) -> None:
-    """Give scalars that have a dtype of their own that dtype back, with all of their bits."""
-    own = {param for group in part.param_groups for param in group["params"]}
     params = [param for group in local.param_groups for param in group["params"]]
-    for number, param in enumerate(params):
-        if number in saved and param in own:
+    for part in local.parts if isinstance(local, MultiClass) else [local]:
+        if type(part).load_state_dict is not Optimizer.load_state_dict:
+            continue
+        own = {param for group in part.param_groups for param in group["params"]}
+        torchs = type(part).__module__.startswith("torch.optim")
+        for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
+            if number not in saved or param not in own:
+                continue
             state = local.state[param]
+            if not torchs:
+                # State in the dtype of a 16-bit parameter follows it to its new master. With a
+                # saved master, 16-bit state is the choice of the class.
+                cast = dtype if param.dtype != dtype else None
+                local.state[param] = _recast(state, saved[number], cast)
+                continue
             for key in SCALARS:
                 if isinstance(saved[number].get(key), torch.Tensor):
                     state[key] = saved[number][key].to(state[key].device)
 
 
-def _restore_dtypes(
-    local: Optimizer,
-    part: Optimizer,
-    saved: Mapping[Any, Any],
-    dtypes: Sequence[torch.dtype | None],
-) -> None:
-    own = {param for group in part.param_groups for param in group["params"]}
-    params = [param for group in local.param_groups for param in group["params"]]
-    for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
-        if number in saved and param in own:
-            # What was in step with a 16-bit parameter is to be in step with its master now. With a
-            # master, what has 16 bits has them because the class wants it so.
-            cast = dtype if param.dtype != dtype else None
-            local.state[param] = _recast(local.state[param], saved[number], cast)
-
-
 def _recast(loaded: Any, saved: Any, cast: torch.dtype | None) -> Any:
-    """`loaded`, where it is, with the values and dtypes of `saved`, but for what was `cast`."""
-    if isinstance(saved, torch.Tensor):
-        as_loaded = loaded.dtype == saved.dtype or saved.dtype == cast
-        return loaded if as_loaded else saved.to(loaded.device)
-    if isinstance(saved, Mapping):
-        return {key: _recast(loaded[key], item, cast) for key, item in saved.items()}
-    if type(saved) in (list, tuple):
-        return type(saved)(_recast(a, b, cast) for a, b in zip(loaded, saved, strict=True))
-    if isinstance(saved, deque):
-        pairs = zip(loaded, saved, strict=True)
-        return deque((_recast(a, b, cast) for a, b in pairs), saved.maxlen)
-    # The base class takes a string for an iterable of characters, and loads something else.
-    return saved
+    """Return `saved` on the devices of `loaded`, except that tensors of dtype `cast` stay cast."""
 
+    def choose(now: Any, then: Any) -> Any:
+        # Loading turns text into something else, so only tensors are taken from `loaded`.
+        if not isinstance(then, torch.Tensor):
+            return then
+        return now if then.dtype in (now.dtype, cast) else then.to(now.device)
 
-def _own(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    items, structure = tree_flatten(saved)
+    # Leaf by leaf, since loading changes the classes of dicts and the lengths of deques.
+    return tree_unflatten(map(choose, tree_leaves(loaded), items), structure)

@@ -1,4 +1,4 @@
-"""Optimizer state as text and tensors: the structure is JSON, so nothing is ever unpickled."""
+"""Encode optimizer state as JSON and tensors, so that nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Node = list[Any]
 """A value in JSON: `["value", x]`, `["dict", [[key, node], ...]]`, `["list", [node, ...]]`,
 `["tuple", [node, ...]]`, `["deque", [node, ...], maxlen]` or
 `["tensor", dtype, shape, stride, on_cpu, data or null]`; `["dtype", name]` and `["size", [n, ...]]`
-for torch's own; and, for a tensor that is made of others,
+for torch's own types; and, for a wrapper subclass of tensors,
 `["wrapper", class, [[name, node], ...], context node, shape, stride]`."""
 
 INLINE_NBYTES = 64
-"""Tensors up to this size travel in the text: step counters, not moments."""
+"""Tensors up to this size are part of the JSON: step counters, not moments."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
-    # Not quantised ones nor parts of bytes, which ordinary functions do not copy.
+    # Not quantised or sub-byte dtypes: ordinary functions do not copy these.
     if isinstance(dtype, torch.dtype) and not re.match(r"torch\.(?:q|u?int[1-7]$)", str(dtype))
 }
 
@@ -39,9 +39,9 @@ class Leaf:
     """A tensor in the state of one parameter.
 
     Attributes:
-        path: how to get to it, such as `"exp_avg"` or `"factors.0"`.
+        path: its keys in the state, such as `"exp_avg"` or `"factors.0"`.
         dtype, shape, stride: its form. The stride is that of a dense tensor.
-        on_cpu: whether it lies on the CPU whatever its parameter's device is.
+        on_cpu: it is on the CPU whatever its parameter's device is.
         data: its bytes in hexadecimal, if it is small.
     """
 
@@ -54,11 +54,11 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """A tensor of this form, filled already if the data is here."""
+        """Return a tensor of this form, filled if the data is part of the description."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         if self.data is not None and tensor.numel():
             raw = torch.frombuffer(bytearray.fromhex(self.data), dtype=torch.uint8)
@@ -67,10 +67,10 @@ class Leaf:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name by which `dtype_named` knows it.
+    """Return the name of a dtype, for `dtype_named`.
 
     Raises:
-        TypeError: if it knows none.
+        TypeError: if tensors of this dtype cannot be described.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
@@ -79,22 +79,22 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    """The dtype of this name.
+    """Return the dtype of this name.
 
     Raises:
         ValueError: if there is none.
     """
-    # A table of our own: looking a name up in torch may import what is called so.
+    # Not by getattr(torch, name): that may import a submodule.
     if not isinstance(name, str) or name not in _DTYPES:
         raise ValueError(f"there is no dtype {name!r}")
     return _DTYPES[name]
 
 
 def encode(value: Any, path: str = "", depth: int = 0) -> tuple[Node, list[torch.Tensor]]:
-    """Describe `value`, and list its tensors, dense and in the order of the description.
+    """Return a description of `value` and its tensors, dense and in the same order.
 
     Raises:
-        TypeError: if there is something in it that text cannot hold.
+        TypeError: if JSON cannot describe a part of it.
     """
     if depth > MAX_DEPTH:
         raise TypeError(f"state {path[:80]!r} has dicts and lists more than {MAX_DEPTH} deep")
@@ -115,7 +115,7 @@ def encode(value: Any, path: str = "", depth: int = 0) -> tuple[Node, list[torch
         if tensor.nbytes <= INLINE_NBYTES:
             raw = flat(tensor).cpu().view(torch.uint8) if tensor.numel() else ()
             data = bytes(int(byte) for byte in raw).hex()
-        # Paged memory, as bitsandbytes has it, is the device's as well.
+        # Paged memory, as bitsandbytes allocates it, belongs to the device too.
         on_cpu = tensor.device.type == "cpu" and not getattr(value, "is_paged", False)
         shape, stride = list(tensor.shape), list(tensor.stride())
         return ["tensor", name_of(tensor.dtype), shape, stride, on_cpu, data], [tensor]
@@ -148,7 +148,7 @@ def encode(value: Any, path: str = "", depth: int = 0) -> tuple[Node, list[torch
 
 
 def _encode_wrapper(value: Any, path: str) -> tuple[Node, list[torch.Tensor]]:
-    """A quantised state, say: codes and scales in a tensor subclass."""
+    """Describe a wrapper subclass, such as quantised state: codes and scales."""
     names, context = value.__tensor_flatten__()
     items, tensors = [], []
     for name in names:
@@ -157,15 +157,21 @@ def _encode_wrapper(value: Any, path: str) -> tuple[Node, list[torch.Tensor]]:
         tensors += found
     context, found = encode(context, f"{path}.context")
     if found:
-        raise TypeError(f"state {path!r} is a {type(value).__name__} that hides tensors")
+        raise TypeError(
+            f"state {path!r} is a {type(value).__name__} with tensors in its context, which cannot "
+            "be sent or saved"
+        )
     kind = f"{type(value).__module__}:{type(value).__qualname__}"
     return ["wrapper", kind, items, context, list(value.shape), list(value.stride())], tensors
 
 
-def _wrapper_class(kind: str) -> Any:
-    """The class of that name, if this process has it and it is a tensor's.
+def wrap(kind: str, inner: Mapping[str, Any], context: Any, shape: Any, stride: Any) -> Any:
+    """Return a tensor of the wrapper subclass `kind`.
 
-    Nothing is imported by name: a rank that is sent such a state has the class in use itself.
+    Nothing is imported by name: a rank that receives such state already uses the class.
+
+    Raises:
+        TypeError: if this process has no such class.
     """
     module, _, name = kind.partition(":")
     found: Any = sys.modules.get(module)
@@ -177,24 +183,14 @@ def _wrapper_class(kind: str) -> Any:
             f"state is of class {kind}, which is not a tensor class in this process; import "
             f"{module} first"
         )
-    return found
-
-
-def wrap(kind: str, inner: Mapping[str, Any], context: Any, shape: Any, stride: Any) -> Any:
-    """The tensor of a subclass that is made of others.
-
-    Raises:
-        TypeError: if there is no such class.
-    """
-    cls = _wrapper_class(kind)
-    return cls.__tensor_unflatten__(inner, context, torch.Size(shape), tuple(stride))
+    return found.__tensor_unflatten__(inner, context, torch.Size(shape), tuple(stride))
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor in memory of its own, and so are those that one of a subclass is made of."""
+    """Return a copy; the copy of a wrapper subclass has copies of its tensors."""
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.detach().clone()
-    # Not by its own clone(), which the class may lack, or which may forget what is beside data.
+    # Not by clone(): the class may lack it, or it may drop attributes.
     names, context = tensor.__tensor_flatten__()
     inner = {name: own_copy(getattr(tensor, name)) for name in names}
     made: torch.Tensor = type(tensor).__tensor_unflatten__(
@@ -210,17 +206,17 @@ def decode(
     depth: int = 0,
     wrap: Callable[..., Any] = wrap,
 ) -> Any:
-    """The value that `node` describes, with its tensors made by `leaf`, in order.
+    """Return the value that `node` describes, with its tensors made by `leaf`, in order.
 
     Args:
         node: the description.
         leaf: makes a tensor of this form.
-        path: what it is called.
-        depth: how deep in another value it is.
-        wrap: makes a tensor of a subclass from the name of its class and what is in it.
+        path: the keys of this value in the state.
+        depth: the number of containers around it.
+        wrap: makes a tensor of a wrapper subclass, as `wrap` of this module does.
 
     Raises:
-        ValueError: if it describes none, or something else like it.
+        ValueError: if the description is invalid.
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"{path[:80]!r} has dicts and lists more than {MAX_DEPTH} deep")
@@ -229,13 +225,13 @@ def decode(
         return leaf(_leaf(path, *node[1:]))
     if kind == "value":
         if not (node[1] is None or isinstance(node[1], (bool, int, float, str))):
-            raise ValueError(f"{path!r} is said to be a number or text, and is neither")
+            raise ValueError(f"{path!r} is described as a number or text, but is neither")
         return node[1]
     if kind == "dtype":
         return dtype_named(node[1])
     if kind == "size":
         if not is_sizes(node[1]):
-            raise ValueError(f"{path!r} is said to be a shape, and cannot be one")
+            raise ValueError(f"{path!r} is described as a shape, but cannot be one")
         return torch.Size(node[1])
     if kind == "wrapper":
         inner = {
@@ -243,18 +239,18 @@ def decode(
         }
         context = decode(node[3], leaf, path, depth + 1, wrap)
         if not (is_sizes(node[4]) and is_counts(node[5]) and isinstance(node[1], str)):
-            raise ValueError(f"{path!r} cannot have the class, shape and stride that are said")
+            raise ValueError(f"{path!r} has an impossible class, shape or stride")
         return wrap(node[1], inner, context, node[4], node[5])
     if kind == "dict":
         found = {}
         for key, item in node[1]:
             if not isinstance(key, (str, int, float)) or key in found:
-                raise ValueError(f"{path!r} has a key twice, or one that is no key")
+                raise ValueError(f"{path!r} has a key twice, or an invalid key")
             inside = f"{path}.{key}" if path else str(key)
             found[key] = decode(item, leaf, inside, depth + 1, wrap)
         return found
     if kind not in ("list", "tuple", "deque"):
-        raise ValueError(f"{path!r} is described as a {kind!r}, which is nothing")
+        raise ValueError(f"{path!r} is described as a {kind!r}, which is unknown")
     items = [
         decode(item, leaf, f"{path}.{position}" if path else str(position), depth + 1, wrap)
         for position, item in enumerate(node[1])
@@ -265,23 +261,23 @@ def decode(
 
 
 def _leaf(path: str, dtype: Any, shape: Any, stride: Any, on_cpu: Any, data: Any) -> Leaf:
-    """A tensor as described, if there can be one.
+    """Return the description of a tensor, checked: it comes from other ranks or from files.
 
     Raises:
-        ValueError: if there cannot: texts come from other ranks, and from files.
+        ValueError: if there can be no such tensor.
     """
     if not (is_sizes(shape) and is_counts(stride) and fills_memory(shape, stride)):
-        raise ValueError(f"tensor {path!r} cannot have the shape and stride that are said of it")
+        raise ValueError(f"tensor {path!r} has an impossible shape or stride")
     leaf = Leaf(path, dtype_named(dtype), tuple(shape), tuple(stride), bool(on_cpu), data)
     if data is not None and (
         leaf.nbytes > INLINE_NBYTES or len(bytes.fromhex(data)) != leaf.nbytes
     ):
-        raise ValueError(f"tensor {path!r} does not have the bytes that its shape needs")
+        raise ValueError(f"tensor {path!r} has another number of bytes than its shape needs")
     return leaf
 
 
 def leaves(node: Node) -> list[Leaf]:
-    """The tensors that `node` describes, in order."""
+    """Return the tensors that `node` describes, in order."""
     found: list[Leaf] = []
 
     def note(leaf: Leaf) -> torch.Tensor:
@@ -293,14 +289,14 @@ def leaves(node: Node) -> list[Leaf]:
 
 
 def wrappers(node: Node) -> list[str]:
-    """The classes of the tensors in `node` that are made of others."""
+    """Return the classes of the wrapper subclasses in `node`."""
     found: list[str] = []
     decode(node, lambda leaf: torch.empty(0), wrap=lambda kind, *described: found.append(kind))
     return found
 
 
 def with_leaves(node: Node, leaf: Callable[[int, Node], Node]) -> Node:
-    """The same structure with its tensors described anew, given each one's number and old form."""
+    """Return `node` with each tensor's description replaced by `leaf(number, description)`."""
     number = -1
 
     def walk(node: Node) -> Node:

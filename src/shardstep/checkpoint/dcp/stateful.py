@@ -31,7 +31,7 @@ from shardstep.plan import Interval
 from shardstep.state.missing_state import warn_of_missing_state
 from shardstep.state.named_dict import numbered
 from shardstep.state.state_dict import run_load_hooks, run_state_dict_hooks
-from shardstep.state.torch_dict import OURS, install
+from shardstep.state.torch_dict import KNOWN_KEYS, install
 from shardstep.state.tree import Leaf, decode
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Sharded:
             share.global_state,
             share.groups,
             plan.specs,
-            beside={key: value for key, value in state_dict.items() if key not in OURS},
+            extra={key: value for key, value in state_dict.items() if key not in KNOWN_KEYS},
             wide=held,  # it was read into state of the same precision policy
         )
         shards.set_masters(share.masters)

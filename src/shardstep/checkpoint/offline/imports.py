@@ -35,7 +35,7 @@ from shardstep.checkpoint.write import add_options
 from shardstep.local.multi_class import full_name
 from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Box
-from shardstep.state.torch_dict import OURS
+from shardstep.state.torch_dict import KNOWN_KEYS
 from shardstep.state.tree import encode, leaves, with_leaves
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
@@ -308,7 +308,7 @@ def _save_optimizer(
         raise CheckpointError(
             f"the optimizer's state dict has state for {list(global_state)[:5]}, which no group has"
         )
-    beside = {key: value for key, value in state_dict.items() if key not in OURS}
+    beside = {key: value for key, value in state_dict.items() if key not in KNOWN_KEYS}
     return SavedOptimizer(
         _full_class_name(optimizer_class),
         positional,

@@ -1,0 +1,153 @@
+"""Operations that need all of a tensor refuse DTensors, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dtensors import (
+    CASES,
+    MESHES,
+    made_params,
+    make_mesh,
+    make_model,
+    placed_as,
+    sharded,
+)
+from ranks import raises_on_every_rank, run_ranks
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+)
+
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
+
+
+class RowNorms(optim.Optimizer):
+    """Looks at whole tensors."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(self.direction(param.grad), alpha=group["lr"])
+
+    def direction(self, grad: Tensor) -> Tensor:
+        return grad / grad.norm()
+
+
+def _build(dp: int, tp: int, placement: str, optimizer_class: Any, options: dict[str, Any]) -> None:
+    mesh = make_mesh(dp, tp)
+    placed: dict[str, Placement] = {"shard": Shard(0), "replicate": Replicate()}
+    if placement == "partial":
+        tensor: Tensor = DTensor.from_local(torch.ones(6, 4), mesh["tp"], [Partial()])
+    else:
+        tensor = placed_as(torch.ones(6, 4), mesh["tp"], placed[placement])
+    params = [("plain", nn.Parameter(torch.ones(3))), ("fc.weight", nn.Parameter(tensor))]
+    group = None if options.pop("everybody", False) else mesh["dp"].get_group()
+    if options.pop("module", False):
+        options["module"] = nn.ParameterDict({"plain": params[0][1], "weight": params[1][1]})
+        params = list(options["module"].named_parameters())
+    ZeroRedundancyOptimizer(params, optimizer_class, process_group=group, **options)
+
+
+PART = "'fc.weight' .*Shard.* one of 2 parts.*'whole' RowNorms"
+AT_RANDOM = MixedPrecision(master_dtype=None, stochastic_rounding=True)
+
+#: Mesh, placement, class, options, error and message.
+REFUSED: dict[str, tuple[tuple[int, int], str, Any, dict[str, Any], type[Exception], str]] = {
+    "a class that looks at whole tensors": ((2, 2), "shard", RowNorms, {}, ValueError, PART),
+    "such a class on one data-parallel rank": ((1, 2), "shard", RowNorms, {}, ValueError, PART),
+    "slices for such a class": (
+        *((1, 2), "shard", RowNorms, {"layout": "sliced"}),
+        *(ValueError, "would change the numbers of RowNorms"),
+    ),
+    "a class that couples tensors": ((1, 2), "shard", optim.LBFGS, {}, ValueError, "LBFGS"),
+    "layout whole": (
+        *((2, 2), "shard", optim.AdamW, {"layout": "whole"}),
+        *(ValueError, "'fc.weight' .*layout 'whole' AdamW"),
+    ),
+    "terms of a sum": ((2, 2), "partial", optim.AdamW, {}, ValueError, "'fc.weight' .*Partial"),
+    "module": ((2, 2), "shard", optim.AdamW, {"module": True}, TypeError, "'weight' .*module="),
+    "DDP": (
+        *((2, 1), "replicate", optim.AdamW, {"overlap_with_ddp": True}),
+        *(TypeError, "'fc.weight' .*overlap_with_ddp=True"),
+    ),
+    "stochastic rounding": (
+        *((2, 2), "shard", optim.AdamW, {"precision": AT_RANDOM}),
+        *(TypeError, "'fc.weight' .*stochastic_rounding"),
+    ),
+    "a group of ranks with different parts": (
+        *((2, 2), "shard", optim.AdamW, {"everybody": True}),
+        *(ValueError, "part 0 of 2 by .*'fc.weight' of shape .*same part.*part 1 of 2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_right_is_refused_on_every_rank(name: str) -> None:
+    (dp, tp), placement, optimizer_class, options, error, match = REFUSED[name]
+    args = (dp, tp, placement, optimizer_class, options)
+    raises_on_every_rank(_build, dp * tp, error, *args, match=match)
+
+
+class Signs(RowNorms):
+    """Element-wise, which has to be found out."""
+
+    def direction(self, grad: Tensor) -> Tensor:
+        return grad.sign()
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "placement", "optimizer_class"),
+    [(2, 2, "replicate", RowNorms), (2, 1, "shard", RowNorms)]
+    + [(*mesh, "shard", Signs) for mesh in MESHES],
+)
+def test_element_wise_classes_may_have_parts_and_others_what_is_whole(
+    dp: int, tp: int, placement: str, optimizer_class: Any
+) -> None:
+    run_ranks(_build, dp * tp, dp, tp, placement, optimizer_class, {})
+
+
+def _checkpointed(how: str, path: str) -> None:
+    mesh = make_mesh(2, 2)
+    params = made_params(mesh)
+    opt = sharded([(f"p{i}", param) for i, param in enumerate(params)], mesh, CASES[0])
+    plain = ZeroRedundancyOptimizer(
+        [nn.Parameter(torch.ones(3))], optim.AdamW, process_group=opt.process_group
+    )
+    folder = f"{path}/{mesh['tp'].get_local_rank()}"
+    acts: dict[str, Callable[[], Any]] = {
+        "save": lambda: checkpoint.save(folder, opt),
+        "async": lambda: checkpoint.async_save(folder, opt),
+        "save model": lambda: checkpoint.save(folder, plain, make_model(mesh)),
+        "load": lambda: checkpoint.load(checkpoint.save(folder, plain), opt, strict=False),
+        "dcp": lambda: dcp.save({"optim": checkpoint.Sharded(opt)}, checkpoint_id=path),
+        "dcp load": lambda: dcp.load({"optim": checkpoint.Sharded(opt)}, checkpoint_id=path),
+        "stateful": lambda: checkpoint.Sharded(opt).state_dict(),
+        "join": lambda: opt.join_hook(),
+    }
+    acts[how]()
+
+
+ACTS = ["save", "async", "save model", "load", "stateful", "join", "dcp", "dcp load"]
+
+
+@pytest.mark.parametrize("how", ACTS)
+def test_what_knows_nothing_of_parts_refuses_dtensors(how: str, tmp_path: Path) -> None:
+    # DCP reports what ranks raise in an error of its own.
+    errors = (TypeError, dcp.api.CheckpointException) if how.startswith("dcp") else TypeError
+    match = "parameter '.*' is a DTensor: "
+    raises_on_every_rank(_checkpointed, 4, errors, how, str(tmp_path), match=match)

@@ -1,0 +1,251 @@
+"""Masters follow what is written to parameters, and are clipped and stepped on in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import copies, differing, make_params, set_gradients
+from ranks import run_ranks
+from reference.naive_masters import NaiveMasters
+from sixteen_bits import (
+    AT_RANDOM,
+    BF16,
+    FP16,
+    FP32,
+    MASTERS,
+    bf16_mlp,
+    give_gradients,
+    loss_of,
+    train_on,
+    zero_of,
+)
+from torch import Tensor, nn, optim
+from torch.distributed.algorithms.join import Join
+
+from shardstep import (
+    ZeroRedundancyOptimizer,
+)
+
+
+def _zero_written() -> list[int]:
+    """How many elements of each master are not what was written: a zero, where there was another.
+
+    A master that is less than half of the smallest number rounds to a zero with a sign.
+    """
+    params = [nn.Parameter(torch.zeros(numel, dtype=FP16)) for numel in (256, 257, 130, 3, 1)]
+    opt = ZeroRedundancyOptimizer(params, optim.SGD, precision=MASTERS, lr=0.25)
+    for param in params:
+        param.grad = torch.full_like(param, 2.0**-24)
+    opt.step()
+    with torch.no_grad():
+        assert all(param.signbit().all() for param in params)
+        for param in params:
+            param.zero_()
+    masters = [opt.full_master(param) for param in params]
+    return [int(master.count_nonzero()) for master in masters if master is not None]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_zero_of_the_other_sign_is_a_write_wherever_an_element_lies(world_size: int) -> None:
+    assert run_ranks(_zero_written, world_size) == [[0] * 5] * world_size
+
+
+def _eight_bits() -> Tensor:
+    """Training in 8 bits, and a write to elements that one rank owns."""
+    weight = nn.Parameter(torch.ones(200).to(torch.float8_e4m3fn))
+    opt = ZeroRedundancyOptimizer([weight], optim.SGD, precision=MASTERS, lr=1 / 64)
+    for _ in range(3):
+        weight.grad = torch.ones_like(weight)
+        opt.step()
+    weight.data[:3] = torch.full((3,), 0.5).to(weight.dtype)
+    opt.step()
+    master = opt.full_master(weight)
+    assert master is not None
+    return master
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_user_writes_counts_in_8_bits_too(world_size: int) -> None:
+    expected = torch.full((200,), 1 - 4 / 64)
+    expected[:3] = 0.5 - 1 / 64
+    for got in run_ranks(_eight_bits, world_size):
+        assert torch.equal(got, expected)
+
+
+def _moved(with_module: bool) -> list[str]:
+    """Masters of parameters that were given other data, before the next step."""
+    failures = []
+    module = bf16_mlp()
+    opt = zero_of(module, with_module, precision=MASTERS)
+    for step in range(2):
+        give_gradients(module, step)
+        opt.step()
+        opt.zero_grad()
+    module.layers[0].requires_grad_(False)  # another plan is due, which is not there yet
+    for param in module.parameters():
+        param.data = torch.full_like(param, 5.0)
+    given = [param.data_ptr() for param in module.parameters()]
+    for name, param in module.named_parameters():
+        master = opt.full_master(param)
+        if master is not None and not torch.equal(master, torch.full_like(param, 5.0).float()):
+            failures.append(f"full_master({name!r})")
+    opt.consolidate_state_dict()
+    saved = opt.state_dict()["masters"] if opt.rank == 0 else {}
+    failures += [f"master {n}" for n, each in saved.items() if not (each == 5).all()]
+    if [param.data_ptr() for param in module.parameters()] != given:
+        failures.append("looking has moved parameters")
+    return failures
+
+
+@pytest.mark.parametrize("with_module", [False, True])
+def test_masters_are_those_of_the_data_that_parameters_were_given(with_module: bool) -> None:
+    assert run_ranks(_moved, 2, with_module) == [[], []]
+
+
+def test_a_model_that_is_loaded_after_the_optimizer_was_made_is_trained_on() -> None:
+    module, source = bf16_mlp(), bf16_mlp()
+    for param in source.parameters():
+        nn.init.normal_(param, std=0.3)
+    opt = zero_of(module)
+    train_on(module, opt, range(2))
+    module.load_state_dict(source.state_dict())
+    opt.step()  # without gradients: nothing changes
+    assert differing(copies(source.parameters()), copies(module.parameters())) == []
+    for param in module.parameters():
+        master = opt.full_master(param)
+        assert master is not None
+        assert torch.equal(master.bfloat16(), param)
+        # But for those few elements that had the very value before.
+        assert (master == param.float()).float().mean() > 0.95
+
+
+def test_an_average_that_is_swapped_in_and_out_leaves_masters_alone() -> None:
+    module = bf16_mlp()
+    opt = zero_of(module)
+    train_on(module, opt, range(3))
+    before = {index: master.clone() for index, master in opt.shards.masters().items()}
+    kept = copies(module.parameters())
+    for param in module.parameters():
+        param.data.zero_()
+    for param, value in zip(module.parameters(), kept, strict=True):
+        param.data.copy_(value)
+    after = opt.shards.masters()
+    assert any(not torch.equal(before[i], before[i].bfloat16().float()) for i in before)
+    assert all(torch.equal(before[index], after[index]) for index in before)
+
+
+def test_a_step_leaves_parameters_without_a_gradient_unchanged_to_autograd() -> None:
+    params = make_params([(70, 3), (5,)], dtypes=(BF16,), frozen=())
+    opt = ZeroRedundancyOptimizer(params, optim.AdamW, precision=MASTERS)
+    params[0].grad = torch.ones_like(params[0])
+    versions = [param._version for param in params]
+    opt.step()
+    assert params[0]._version > versions[0]
+    assert params[1]._version == versions[1]
+
+
+class _Twice(optim.Optimizer):
+    """Evaluates its closure twice in a step, and goes downhill each time."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for _ in range(2):
+            closure()
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.data.sub_(param.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("policy", [MASTERS, AT_RANDOM])
+def test_a_closure_that_is_evaluated_again_sees_the_update_in_between(policy: Any) -> None:
+    param = nn.Parameter(torch.full((3,), 9.0, dtype=BF16))
+    opt: Any = ZeroRedundancyOptimizer([param], _Twice, precision=policy, lr=0.25)
+    seen = []
+
+    def closure() -> None:
+        opt.zero_grad()
+        seen.append(param[0].item())
+        (param - 1).square().sum().backward()
+
+    opt.step(closure)
+    opt.step(closure)
+    # Half of the way to 1 each time; all of it without rounding.
+    assert seen == [9.0, 5.0, 3.0, 2.0]
+    assert param[0].item() == 1.5
+
+
+# --------------------------------------------------------------------------------------- the norm
+
+
+def _clipped_drop_in() -> list[str]:
+    """The norm is that of the gradients in fp32, not one that was rounded to 16 bits on the way."""
+    failures = []
+    for norm_type in (2.0, 1.0, torch.inf):
+        params = make_params(dtypes=(BF16, FP32, torch.complex64))
+        opt = ZeroRedundancyOptimizer(params, optim.SGD, precision=MASTERS, lr=0.1)
+        set_gradients(params, 1)
+        wide = [p.detach().to(torch.promote_types(p.dtype, FP32)) for p in params]
+        for tensor, param in zip(wide, params, strict=True):
+            tensor.grad = None if param.grad is None else param.grad.to(tensor.dtype, copy=True)
+        full = [tensor for tensor in wide if tensor.numel()]  # torch has no norm of nothing
+        expected = nn.utils.clip_grad_norm_(full, 1.0, norm_type)
+        norm = opt.clip_grad_norm_(1.0, norm_type)
+        if norm.dtype != FP32 or not torch.allclose(norm, expected, rtol=1e-6, atol=0):
+            failures.append(f"{norm_type}: {norm}, not {expected}")
+        for tensor, param in zip(wide, params, strict=True):
+            if tensor.grad is not None and param.grad is not None:
+                torch.testing.assert_close(
+                    param.grad.to(tensor.dtype), tensor.grad, rtol=0.01, atol=0
+                )
+    return failures
+
+
+def test_a_drop_in_computes_the_norm_of_16_bit_gradients_in_fp32() -> None:
+    assert _clipped_drop_in() == []
+
+
+def test_a_drop_in_raises_for_a_norm_that_is_not_finite_if_asked_to() -> None:
+    params = make_params([(70, 3), (5,)], dtypes=(BF16,), frozen=())
+    opt = ZeroRedundancyOptimizer(params, optim.SGD, precision=MASTERS, lr=0.1)
+    assert opt.clip_grad_norm_(1.0).item() == 0  # no gradients yet
+    params[0].grad = torch.full_like(params[0], torch.inf)
+    with pytest.raises(RuntimeError, match="cannot be clipped"):
+        opt.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+# ---------------------------------------------------------------------------------- uneven inputs
+
+
+def _joined() -> list[Tensor]:
+    """Rank 1 has two batches, rank 0 five."""
+    module = bf16_mlp()
+    opt = zero_of(module)
+    with Join([opt]):
+        train_on(module, opt, range(5 if dist.get_rank() == 0 else 2))
+    return copies(module.parameters())
+
+
+def _as_if_joined() -> list[Tensor]:
+    module = bf16_mlp()
+    naive = NaiveMasters([{"params": list(module.parameters())}], optim.AdamW, lr=0.003)
+    for step in range(5):
+        if dist.get_rank() == 0 or step < 2:
+            loss_of(module, step).backward()
+        else:
+            for param in module.parameters():
+                param.grad = torch.zeros_like(param)
+        naive.add_mean_gradients()
+        naive.step()
+        naive.zero_grad()
+    return copies(module.parameters())
+
+
+def test_a_rank_without_data_goes_on_stepping_on_its_masters() -> None:
+    expected, _ = run_ranks(_as_if_joined, 2)
+    for got in run_ranks(_joined, 2):
+        assert differing(expected, got) == []
