@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
@@ -19,23 +16,21 @@ from shardstep.comm.consensus import check_same_on_all_ranks
 from shardstep.layouts.choose import Layouts
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.local_optimizer import LocalState
-from shardstep.local.multi_class import (
-    CLASS_KEY,
-    MultiClass,
-    no_defaults,
-)
+from shardstep.local.multi_class import no_defaults, refuse_new_class
 from shardstep.local.train_eval import MODES, has_train_eval
 from shardstep.modes import DropIn, InsideDDP, Mode, ModuleMode, Settings
-from shardstep.modes.base import CONSTRUCTING, Planned
+from shardstep.modes.base import CONSTRUCTING
 from shardstep.modes.join import JoinContext, _ZeROJoinHook
+from shardstep.modes.planner import Planned
 from shardstep.params.dtensor import refuse_dtensors
 from shardstep.params.inputs import ParamsArgument, check_class
-from shardstep.plan import ShardPlan, share
+from shardstep.plan import ShardPlan
 from shardstep.precision import MixedPrecision, resolve
 from shardstep.report import Report, make_report
 from shardstep.state.state_dict import (
     StateDict,
     consolidate,
+    copy_consolidated,
     gather_whole,
     load_full,
     run_load_hooks,
@@ -43,44 +38,38 @@ from shardstep.state.state_dict import (
 )
 from shardstep.state.view import ShardView
 
-logger = logging.getLogger(__name__)
-
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Wraps an optimizer class so that N ranks keep one copy of its state between them.
 
     Each rank's local optimizer, an unmodified `optimizer_class`, updates about 1/N of the elements
     and keeps state for those only. `step()` then gathers the updated parameters on all ranks. The
-    numbers are those of the unsharded optimizer.
-
-    `step()` expects equal gradients on all ranks, as `DistributedDataParallel` makes them. Given
-    the `module`, the optimizer reduces gradients itself and replaces DDP.
+    numbers are those of the unsharded optimizer. `step()` expects equal gradients on all ranks, as
+    `DistributedDataParallel` makes them. Given the `module`, the optimizer reduces gradients itself
+    and replaces DDP.
 
     Constructed on every rank of the process group. Without an initialised process group it runs as
     one rank, unless `torchrun` has started several.
 
     Args:
         params: parameters, `(name, parameter)` pairs or parameter groups, as for any optimizer.
-            All ranks have to pass the same, in the same order; if they do not, all ranks raise. A
-            group may have its own class under `"optimizer_class"`, with its own options.
+            All ranks have to pass the same, in the same order. A group may have its own class
+            under `"optimizer_class"`, with its own options.
         optimizer_class: the class of the local optimizer.
         process_group: the ranks that share the state; the default group if None.
         parameters_as_bucket_view: if True, trainable parameters move into flat buckets
-            (`param.data` becomes a view) and are gathered without a copy. If False, they stay
-            where they are, and two bucket-sized buffers are used to send them.
+            (`param.data` becomes a view) and are gathered without a copy.
         overlap_with_ddp: if True, the step is taken inside DDP's backward: pass the optimizer to
             `hook_with_zero_step`, `hook_with_zero_step_interleaved` or `register`. Parameters
             live in buckets then, and `step()` does nothing.
         module: the module that the parameters belong to, not wrapped in DDP. If given, this is
             ZeRO-2: all ranks start from rank 0's parameters, gradients are reduced to their owners
-            during backward, and parameters are gathered during the next forward. Parameters live
-            in buckets then.
-        layout: `"sliced"` cuts parameters anywhere, `"whole"` never cuts one. `"auto"` finds out,
-            per group, which of them leaves the class's numbers unchanged, and refuses the class if
-            neither does. A layout that is asked for is checked.
+            during backward, and parameters, in buckets, are gathered during the next forward.
+        layout: `"sliced"` cuts parameters anywhere, `"whole"` never cuts one. `"auto"` finds, per
+            group, the one that leaves the class's numbers unchanged, and refuses if neither does.
         precision: how 16-bit parameters are stepped on, and in which dtype gradients travel. If
             None, they get fp32 masters with `module`. Without it, they are updated in 16 bits, as
-            by `optimizer_class` itself, and rank 0 warns once about what that loses.
+            by `optimizer_class` itself, and rank 0 warns once.
         bucket_bytes: a bucket is closed once it holds this much; None for a sixteenth of the model,
             but between 1 and 25 MiB.
         overlap: with `module`, whether communication overlaps with backward and forward; the
@@ -136,14 +125,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated: StateDict | None = None
         Joinable.__init__(self)
         join = JoinContext(self)
-        mode: Mode
         if module is not None:
-            mode = ModuleMode(comm, join, module, overlap, broadcast_buffers)
+            self.mode: Mode = ModuleMode(comm, join, module, overlap, broadcast_buffers)
         elif overlap_with_ddp:
-            mode = InsideDDP(comm, join)
+            self.mode = InsideDDP(comm, join)
         else:
-            mode = DropIn(comm, join, parameters_as_bucket_view)
-        self.mode = mode
+            self.mode = DropIn(comm, join, parameters_as_bucket_view)
+        mode = self.mode
         self.parameters_as_bucket_view = mode.bucket_views
 
         def make_plan() -> Planned:
@@ -163,18 +151,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # Schedulers look in `defaults` for options such as "betas".
         self.defaults = self.optim.defaults
         self.initialized = True
-        self._log_share()
-
-    def _log_share(self) -> None:
-        if dist.is_available() and get_debug_level() != DebugLevel.OFF:
-            logger.info(
-                "rank %s owns %s of %s trainable elements in %s buckets (layout %s)",
-                self.global_rank,
-                share(self.plan, self.rank).numel,
-                sum(spec.numel for spec in self.plan.specs if spec.trainable),
-                len(self.plan.training_buckets),
-                self.plan.layout,
-            )
 
     # ------------------------------------------------------------------------ plan and parameters
 
@@ -198,46 +174,36 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Called on every rank, with the same group. With `module`, they start from rank 0's values.
 
-        Args:
-            param_group: the parameters under `"params"`, and options of their own.
-
         Raises:
             ValueError: on every rank, if they cannot be added; nothing has changed then.
             RuntimeError: on every rank, if there are gradients that the next step would miss.
         """
-        if not self.initialized:
-            super().add_param_group(param_group)
-            return
+        append = super().add_param_group
 
         def add() -> None:
-            if CLASS_KEY in param_group and not isinstance(self.optim, MultiClass):
-                raise ValueError(
-                    f"this optimizer was constructed with one class for all groups, so a group "
-                    f"with {CLASS_KEY!r} cannot be added; name the class of a group from the start"
-                )
+            refuse_new_class(param_group, self.optim)
             with no_defaults(self):
-                super(ZeroRedundancyOptimizer, self).add_param_group(param_group)
+                append(param_group)
 
-        self.mode.add_group(add)
+        if self.initialized:
+            self.mode.add_group(add)
+        else:
+            append(param_group)
 
     def detach(self) -> None:
-        """Restore plain parameters and remove all hooks. The optimizer cannot be used afterwards.
+        """Restore plain parameters and remove all hooks. Called on every rank.
 
-        Called on every rank. Parameters are up to date, in storage of their own and without
-        gradients.
+        Parameters are up to date and without gradients. The optimizer cannot be used afterwards.
         """
         self.mode.detach()
 
     def report(self) -> Report:
-        """Return what this rank holds and sends, and the layout of each group; print it.
-
-        Nothing is communicated.
-        """
+        """Return what this rank holds and sends, and each group's layout; print it."""
         pipeline = self.mode.pipeline
         return make_report(
             self.rank,
             self.plan,
-            self.mode.settings.layouts.explain(self.param_groups),
+            self.mode.planner.settings.layouts.explain(self.param_groups),
             self.optim.state.values(),
             pipeline.params.shard.wide_nbytes,
             pipeline.gradients.nbytes,
@@ -249,25 +215,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, **kwargs: Any
     ) -> float | None:
-        """Update this rank's pieces of the parameters, and gather the rest.
-
-        Called on every rank.
+        """Update this rank's pieces of the parameters, and gather the rest. Called on every rank.
 
         Args:
-            closure: computes the loss again and returns it; passed on if given.
-            **kwargs: passed on to the local optimizer's `step`.
-
-        Returns:
-            What the local optimizer's `step` returns.
+            closure: computes the loss again and returns it.
+            **kwargs: passed on to the local optimizer's `step`, whose result is returned.
         """
         return self.mode.step(closure, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters. Called on every rank.
-
-        Args:
-            set_to_none: whether `param.grad` becomes None, or zero.
-        """
+        """Clear the gradients of all parameters, to None or to zero. Called on every rank."""
         self.mode.zero_grad(set_to_none, super().zero_grad)
 
     def clip_grad_norm_(
@@ -277,46 +234,29 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """Clip the gradients of all parameters by their total norm.
+        """Clip the gradients of all parameters by their total norm. Called on every rank.
 
-        Called on every rank. It is `torch.nn.utils.clip_grad_norm_` for gradients that may be
+        It is `torch.nn.utils.clip_grad_norm_`, with its arguments, for gradients that may be
         sharded across ranks; every element is counted once.
-
-        Args:
-            max_norm: as for torch's function, like the other arguments.
-            norm_type: the order of the norm.
-            error_if_nonfinite: whether to raise if the norm is not finite.
-            foreach: whether to use torch's foreach kernels.
 
         Returns:
             The norm before clipping, the same on every rank.
-
-        Raises:
-            RuntimeError: with `overlap_with_ddp=True`, where the step was taken before this call.
         """
         return self.mode.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite, foreach)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients on each rank while this lasts.
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients only accumulate on each rank; needs `module`.
 
-        They are sent with the next backward pass outside of it, or with the step. For use with
-        `module`; entered on every rank.
+        Entered on every rank. The next backward pass outside of it sends them, or the step does.
         """
-        with self.mode.no_sync():
-            yield
+        return self.mode.no_sync()
 
     def apply(self, act: Callable[[Optimizer], object]) -> None:
         """Let every rank's local optimizer change its pieces, and gather the result.
 
-        For what a class does to parameters outside of `step()`. If the class has `train()` and
-        `eval()`, as schedule-free ones do, this optimizer has them too, by way of this. Called on
-        every rank, with the same `act`. It must not look beyond what the layout keeps together, the
-        element or the tensor, and sees no gradients. Frozen parameters that it changes are sent
-        too.
-
-        Args:
-            act: called with the local optimizer, whose parameters are this rank's pieces.
+        Called on every rank, with the same `act`, which gets the local optimizer. For what a class
+        does outside of `step()`: `train()` and `eval()` of schedule-free classes use it. `act` sees
+        no gradients, and must not look beyond the element or tensor that the layout keeps together.
 
         Raises:
             RuntimeError: on every rank, if it failed on one. What it did until then is gathered all
@@ -357,50 +297,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------------------ whole tensors
 
     def full_grad(self, parameter: torch.Tensor | str) -> torch.Tensor | None:
-        """Return the whole gradient of one parameter, or None if it has none.
-
-        Called on every rank, with the same parameter.
-
-        Args:
-            parameter: the parameter or its name.
-        """
-        return self.mode.full_grad(self._index(parameter))
+        """Return the whole gradient of a parameter, or None. Called on every rank."""
+        return self.mode.full_grad(self.mode.index_of(parameter))
 
     def full_state(self, parameter: torch.Tensor | str) -> dict[str, Any]:
-        """Return the whole optimizer state of one parameter on every rank; empty if it has none.
-
-        Called on every rank, with the same parameter.
-
-        Args:
-            parameter: the parameter or its name.
-        """
+        """Return the whole state of a parameter; empty if it has none. Called on every rank."""
         return dict(self._whole(parameter, self.mode.states()) or {})
 
     def full_master(self, parameter: torch.Tensor | str) -> torch.Tensor | None:
-        """Return the whole master of one parameter on every rank; None if it has none.
-
-        Called on every rank, with the same parameter.
-
-        Args:
-            parameter: the parameter or its name.
-        """
+        """Return the whole master of a parameter, or None. Called on every rank."""
         master: torch.Tensor | None = self._whole(parameter, self.mode.masters())
         return master
 
     def _whole(self, parameter: torch.Tensor | str, held: Mapping[int, Any]) -> Any:
-        index = self._index(parameter)
+        index = self.mode.index_of(parameter)
         return gather_whole(self.mode.comm, self.plan, index, held, self.mode.params)
-
-    def _index(self, parameter: torch.Tensor | str) -> int:
-        for index, (param, spec) in enumerate(zip(self.mode.params, self.plan.specs, strict=True)):
-            if param is parameter or spec.name == parameter:
-                return index
-        shown = repr(parameter) if isinstance(parameter, str) else "the given tensor"
-        raise ValueError(
-            f"rank {self.rank}: {shown} is not a parameter of this optimizer, whose first one is "
-            f"called {self.plan.specs[0].name!r}; names are those of module= or of the (name, "
-            "parameter) pairs that it was given"
-        )
 
     # ---------------------------------------------------------------------------------- the state
 
@@ -418,12 +329,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.state.clear()
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the whole state on one rank, in its CPU memory.
+        """Gather the whole state on rank `to` of the process group, in its CPU memory.
 
         Called on every rank. Afterwards `state_dict()` may be called on rank `to`.
-
-        Args:
-            to: the rank, within the process group, that receives the state.
 
         Raises:
             ValueError: on every rank, if there is no such rank, or ranks pass different ones.
@@ -435,8 +343,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Return the state that `consolidate_state_dict` last gathered on this rank.
 
         It is what the unsharded optimizer's `state_dict()` would be, with tensors on the CPU, and
-        loads into a plain `torch.optim` optimizer. Masters, if there are any, are in it under
-        `"masters"`, by parameter number and in the parameter's shape. For
+        loads into a plain `torch.optim` optimizer. Masters are in it under `"masters"`. For
         `torch.distributed.checkpoint`, wrap the optimizer in `shardstep.checkpoint.Sharded`.
 
         Raises:
@@ -447,31 +354,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _consolidated_here(self) -> StateDict:
         if self.world_size == 1:
             self.consolidate_state_dict()
-        if self._consolidated is None:
-            raise RuntimeError(
-                f"rank {self.rank} holds only its share of the optimizer state; to get all of it "
-                f"here, call consolidate_state_dict(to={self.rank}) on all {self.world_size} ranks "
-                f"of the process group first, and then state_dict() on rank {self.rank}; for "
-                "torch.distributed.checkpoint, pass shardstep.checkpoint.Sharded(optimizer)"
-            )
-        return {
-            **{key: copy.copy(value) for key, value in self._consolidated.items()},
-            "param_groups": [dict(group) for group in self._consolidated["param_groups"]],
-        }
+        return copy_consolidated(self._consolidated, self.mode.comm)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load this rank's share of a full state dict.
 
-        Called on every rank; nothing is sent.
-
-        The dict may come from here, at any world size and layout, or from the plain `torch.optim`
-        class. It may also come from FSDP2 or DDP with parameter names, nested or flat, as
-        `get_optimizer_state_dict` returns it in full. It is not changed, and its tensors are
-        copied. Masters are taken from it if it has any, and made from the parameters otherwise. A
-        warning names trainable parameters that it has no state for.
-
-        Args:
-            state_dict: a full state dict.
+        Called on every rank; nothing is sent. The dict may come from here, at any world size and
+        layout, from the plain `torch.optim` class, or, in full and with parameter names, from
+        `get_optimizer_state_dict`. It is not changed, and its tensors are copied. Masters are taken
+        from it if it has any, and made from the parameters otherwise. A warning names trainable
+        parameters that it has no state for.
 
         Raises:
             ValueError: if it does not fit this optimizer's parameters; nothing is loaded then.
@@ -483,8 +375,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook by which a rank without data shadows the others; takes no options.
 
-        Without `module`, list the joinable that synchronises gradients first, as in
-        `Join([ddp_model, optimizer])`. With `module`, list the optimizer first.
+        Use `Join([ddp_model, optimizer])`. With `module`, list the optimizer first.
         """
         refuse_dtensors(
             zip((spec.name for spec in self.plan.specs), self.mode.params, strict=True),

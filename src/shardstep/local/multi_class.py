@@ -241,6 +241,15 @@ class MultiClass(Optimizer):
         return [group for group, owner in enumerate(self._part_of) if owner == part]
 
 
+def refuse_new_class(group: Mapping[str, Any], opt: Optimizer) -> None:
+    """Raise if `group` names a class, and is to be added to an optimizer of one class."""
+    if CLASS_KEY in group and not isinstance(opt, MultiClass):
+        raise ValueError(
+            f"this optimizer was constructed with one class for all groups, so a group with "
+            f"{CLASS_KEY!r} cannot be added; name the class of a group from the start"
+        )
+
+
 def parts_of(opt: Optimizer) -> Sequence[Optimizer]:
     """Return the parts of a `MultiClass`. Any other optimizer is its only part."""
     return opt.parts if isinstance(opt, MultiClass) else [opt]

@@ -4,72 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from shardstep.comm import Comm
 from shardstep.comm.consensus import check_same_on_all_ranks, run_on_all_ranks
 from shardstep.gather import ImmediateGather, ParamGather
 from shardstep.gradients import FullGradients, GradientSource
-from shardstep.layouts.choose import Layouts
-from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.local_optimizer import LocalOptimizer
-from shardstep.local.multi_class import MultiClass, names_a_class, optimizer_name
-from shardstep.local.unmovable_state import find_kept_view
+from shardstep.local.multi_class import optimizer_name
 from shardstep.modes.frozen import FrozenPieces
 from shardstep.modes.join import JoinContext
-from shardstep.modes.shards import Shards
-from shardstep.params.dtensor import describe_part, refuse_dtensors
-from shardstep.params.inputs import describe, describe_options, parameters
+from shardstep.modes.planner import Planned, Planner, Settings
+from shardstep.params.inputs import describe_options, parameters
 from shardstep.params.sharded_params import ShardedParams
-from shardstep.params.stochastic_rounding import StochasticRounding
 from shardstep.pipeline import Closure, HiddenGradients, Pipeline
-from shardstep.plan import ParamSpec, ShardPlan
-from shardstep.precision import MixedPrecision, warn_of_16_bits, widened
+from shardstep.plan import ShardPlan
+from shardstep.precision import warn_of_16_bits
 from shardstep.state.replan import (
     move_states,
     refuse_lost_gradients,
     refuse_lost_state,
     refuse_other_shapes,
 )
-
-Planned = tuple[ShardPlan, list[str]]
-"""A plan, and the lines by which ranks compare it."""
+from shardstep.state.view import ShardView
 
 CONSTRUCTING = "constructing ZeroRedundancyOptimizer"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of a sharded optimizer, checked.
-
-    Attributes:
-        recipe: the optimizer class and its options.
-        layout: the layout asked for.
-        layouts: finds the layout of each group.
-        bucket_bytes: the size of a bucket; None for the plan's default.
-        precision: the precision policy.
-    """
-
-    recipe: OptimizerRecipe
-    layout: str
-    layouts: Layouts
-    bucket_bytes: int | None
-    precision: MixedPrecision
-
-    def make_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Make an optimizer on these groups."""
-        if names_a_class(groups):
-            return MultiClass(groups, self.recipe.optimizer_class, **self.recipe.defaults)
-        return self.recipe.optimizer_class(groups, **self.recipe.defaults)
-
-
-class Mode(Shards):
+class Mode(ShardView):
     """One way of using the optimizer: how gradients arrive and how parameters leave.
 
     A mode owns the pipeline of the plan in force. When the plan changes, it builds another pipeline
@@ -80,17 +47,11 @@ class Mode(Shards):
         join: the `Join` context of the optimizer.
 
     Attributes:
-        comm: the ranks, on the connections that gradients and state use.
         gather_comm: the ranks, on the connections that gathers use.
-        join: the `Join` context.
         groups: the parameter groups that the user sees.
-        settings: the options of the optimizer.
-        pipeline: the step under the plan in force.
-        widened: the parameters that are stepped on in a wider dtype, or were before they froze.
     """
 
     groups: list[dict[str, Any]]
-    settings: Settings
 
     bucket_views = True
     """Whether parameters live in the buckets."""
@@ -108,8 +69,6 @@ class Mode(Shards):
         self.comm = comm
         self.gather_comm = comm
         self.join = join
-        self.widened: set[int] = set()
-        # Parameters that ever trained or were given state: not new to the class.
         self.begun: set[int] = set()
 
     # ------------------------------------------------------------------------------ construction
@@ -123,34 +82,22 @@ class Mode(Shards):
             warn: whether to warn once if parameters are updated in 16 bits.
         """
         self.groups = groups
-        self.settings = settings
         self._warn = warn
-        self.rounding = StochasticRounding(settings.precision.seed)
+        self.planner = Planner(
+            settings, groups, self.comm, self.names, self.bucket_views, self.separate
+        )
         self.check()
-        plan, lines = self.plan_now()
+        plan, lines = self.planner.plan()
         head = [f"optimizer class {settings.recipe.name}", *self.describe()]
         return plan, [*head, f"{settings.precision}", *lines]
 
     def start(self, plan: ShardPlan) -> None:
         """Build the first pipeline. Called on every rank."""
         self.synchronise_start()
-        params = self._shard(plan)
-
-        def make_local() -> tuple[LocalOptimizer, list[str]]:
-            local = LocalOptimizer(
-                self.groups,
-                params.shard,
-                self.settings.make_optimizer,
-                self.settings.layouts.groups_to_fill,
-                self._step_dtype,
-            )
-            if not params.shard.pieces:
-                local.try_idle()
-            self._refuse_kept_views(local.optim)
-            name = optimizer_name(local.optim)
-            return local, [f"optimizer class {name}", *describe_options(local.optim.param_groups)]
-
-        local = check_same_on_all_ranks(self.comm, CONSTRUCTING, make_local)
+        params = self.planner.shard(plan)
+        local = check_same_on_all_ranks(
+            self.comm, CONSTRUCTING, lambda: self.planner.make_local(params)
+        )
         self.connect()
         self.pipeline = self._build(params, local)
         local.publish_options()
@@ -184,66 +131,7 @@ class Mode(Shards):
         """Return the gather of a new pipeline."""
         return ImmediateGather(self.gather_comm, params.plan, params.storage)
 
-    def _refuse_kept_views(self, optim: Optimizer) -> None:
-        where = find_kept_view(optim) if self.bucket_views else None
-        if where is not None:
-            raise ValueError(
-                f"{optimizer_name(optim)} keeps {where}, and parameters are about to move into "
-                "buckets; leave out parameters_as_bucket_view=True, module= and "
-                "overlap_with_ddp=True, or let the class make its views when it needs them"
-            )
-
     # ---------------------------------------------------------------------- the plan in force
-
-    def plan_now(self) -> Planned:
-        """Plan for the parameters as they are now."""
-        specs = self._specs_now()
-        settings = self.settings
-        plan = ShardPlan.make(specs, self.comm.world_size, bucket_bytes=settings.bucket_bytes)
-        head = [f"layout={settings.layout!r}, bucket_bytes={settings.bucket_bytes}"]
-        for param, spec in zip(parameters(self.groups), specs, strict=True):
-            head += describe_part(param, spec.name)
-        tail = ["no more parameters", *settings.layouts.lines(), f"plan {plan.fingerprint}"]
-        return plan, [*head, *map(str, specs), *tail]
-
-    def _specs_now(self) -> list[ParamSpec]:
-        specs = describe(self.groups, self.names())
-        params = parameters(self.groups)
-        named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
-        if self.separate:
-            refuse_dtensors(
-                named,
-                "module= and overlap_with_ddp=True reduce the gradients of plain tensors only; "
-                "leave them out and synchronise gradients over the process group before step()",
-            )
-        if self.precision.stochastic_rounding:
-            refuse_dtensors(
-                named,
-                "stochastic_rounding draws by an element's place in its tensor, so different parts "
-                "would draw the same; use masters, MixedPrecision()",
-            )
-        return self.settings.layouts.apply(self.groups, specs)
-
-    def _step_dtype(self, param: int, dtype: torch.dtype) -> torch.dtype:
-        return self.precision.step_dtype(dtype) if param in self.widened else dtype
-
-    def _shard(self, plan: ShardPlan) -> ShardedParams:
-        """Cut the parameters into pieces; nothing is done to them yet."""
-        self.widened |= widened(plan.specs, self.precision)
-        dtypes = {
-            index: dtype
-            for index, spec in enumerate(plan.specs)
-            if (dtype := self._step_dtype(index, spec.dtype)) != spec.dtype
-        }
-        return ShardedParams(
-            plan,
-            parameters(self.groups),
-            self.comm.group_rank,
-            self.bucket_views,
-            self.separate,
-            dtypes,
-            self.rounding if self.precision.stochastic_rounding else None,
-        )
 
     def _build(self, params: ShardedParams, local: LocalOptimizer) -> Pipeline:
         self.begun |= {index for index, trains in enumerate(params.trainable) if trains}
@@ -268,7 +156,7 @@ class Mode(Shards):
         if params.unchanged():
             return
         self.pipeline.gather.wait()
-        specs = self._specs_now()
+        specs = self.planner.specs()
         if self.pipeline.gradients.has_gradients():
             # Gradients lie where the plan in force has put them: freezing and unfreezing between
             # backward and step wait until they are cleared.
@@ -281,23 +169,18 @@ class Mode(Shards):
         if tuple(specs) == self.plan.specs:
             params.attach()
         else:
-            self.replan("following a change of the parameters", self.plan_now)
+            self.replan("following a change of the parameters", self.planner.plan)
 
     def add_group(self, add: Callable[[], None]) -> None:
-        """Add a parameter group and place its parameters. Called on every rank.
+        """Call `add`, which appends a group, and place its parameters. Called on every rank.
 
-        Args:
-            add: appends the group to the groups that the user sees.
-
-        Raises:
-            ValueError: on every rank, if it cannot be added; nothing has changed then.
-            RuntimeError: on every rank, if there are gradients that the next step would miss.
+        If that raises, it raises on every rank, and nothing has changed.
         """
         groups = list(self.groups)
 
         def make() -> Planned:
             add()
-            plan, lines = self.plan_now()
+            plan, lines = self.planner.plan()
             named = zip((spec.name for spec in plan.specs), parameters(self.groups), strict=True)
             self.check_new(islice(named, len(self.params), None))
             self.pipeline.local.try_group(self.groups[-1])
@@ -307,7 +190,7 @@ class Mode(Shards):
             self.replan("add_param_group", make)
         except Exception:
             self.groups[:] = groups
-            self.settings.layouts.truncate(len(groups))
+            self.planner.settings.layouts.truncate(len(groups))
             raise
 
     def check_new(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -365,7 +248,7 @@ class Mode(Shards):
         ]
         old.detach(frozen)
         new = set(range(len(self.plan.specs))) - self.begun - self.widened
-        params = self._shard(plan)
+        params = self.planner.shard(plan)
         params.shard.set_masters(masters)
         self.pipeline = self._build(params, old.local)
         if paused:
@@ -389,7 +272,7 @@ class Mode(Shards):
                 "loading state of frozen parameters",
                 self.pipeline.gradients.has_gradients(),
             )
-            self.widened |= more
+            self.planner.widened |= more
             self._switch(self.plan, self.states(), self.masters())
 
     # ----------------------------------------------------------------------------------- the step

@@ -81,6 +81,24 @@ def consolidate(shards: ShardView, groups: Groups, to: int) -> StateDict | None:
     return state_dict
 
 
+def copy_consolidated(consolidated: StateDict | None, comm: Comm) -> StateDict:
+    """Return a copy of a consolidated dict that the caller may change.
+
+    Raises:
+        RuntimeError: if there is none on this rank.
+    """
+    rank = comm.group_rank
+    if consolidated is None:
+        raise RuntimeError(
+            f"rank {rank} holds only its share of the optimizer state; to get all of it here, call "
+            f"consolidate_state_dict(to={rank}) on all {comm.world_size} ranks of the process "
+            f"group first, and then state_dict() on rank {rank}; for torch.distributed.checkpoint, "
+            "pass shardstep.checkpoint.Sharded(optimizer)"
+        )
+    copied = {key: copy.copy(value) for key, value in consolidated.items()}
+    return {**copied, "param_groups": [dict(group) for group in consolidated["param_groups"]]}
+
+
 def load_full(shards: ShardView, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     """Load this rank's share of a full state dict; nothing is sent.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -12,79 +12,130 @@ from shardstep.comm import Comm
 from shardstep.plan import ShardPlan
 from shardstep.precision import MixedPrecision
 
+if TYPE_CHECKING:
+    from shardstep.modes.planner import Planner
+    from shardstep.pipeline import Pipeline
 
-class ShardView(Protocol):
-    """One rank's share of a sharded optimizer.
+
+class ShardView:
+    """One rank's share of a sharded optimizer: plan, parameters, state and masters.
 
     Attributes:
         comm: the ranks that share the state.
+        planner: plans the placement of the parameters.
+        pipeline: the step under the plan in force.
         names_are_of_module: whether names come from `module=`, and so carry no DDP prefix.
-        widened: the parameters that are stepped on in a wider dtype, or were.
+        begun: the parameters that ever trained or were given state.
     """
 
     comm: Comm
+    planner: Planner
+    pipeline: Pipeline
     names_are_of_module: bool
-    widened: set[int]
+    begun: set[int]
 
     @property
     def plan(self) -> ShardPlan:
         """The placement in force."""
+        return self.pipeline.params.plan
 
     @property
     def params(self) -> Sequence[torch.Tensor]:
         """All parameters, in the plan's order."""
+        return self.pipeline.params.params
 
     @property
     def optim(self) -> Optimizer:
         """The local optimizer."""
+        return self.pipeline.local.optim
 
     @property
     def precision(self) -> MixedPrecision:
-        """The precision policy in force."""
+        """The precision policy."""
+        return self.planner.settings.precision
+
+    @property
+    def widened(self) -> set[int]:
+        """The parameters that are stepped on in a wider dtype, or were before they froze."""
+        return self.planner.widened
 
     @property
     def stepped(self) -> bool:
-        """Whether a step was ever taken, here or before the loaded state was saved."""
+        """True once a step was taken, here or before the loaded state was saved."""
+        return self.pipeline.local.stepped
 
     @stepped.setter
-    def stepped(self, value: bool) -> None: ...
+    def stepped(self, value: bool) -> None:
+        self.pipeline.local.stepped = value
 
     @property
     def rounding_step(self) -> int:
         """The number of the next stochastic rounding."""
+        return self.planner.rounding.step
 
     @rounding_step.setter
-    def rounding_step(self, value: int) -> None: ...
+    def rounding_step(self, value: int) -> None:
+        self.planner.rounding.step = value
 
     def wait_for_params(self) -> None:
         """Wait until every gather in flight has arrived."""
+        self.pipeline.gather.wait()
 
     def states(self) -> dict[int, Any]:
         """Return this rank's state by parameter number, in use and not copied."""
+        return self.pipeline.local.states()
 
     def global_state(self) -> dict[Any, Any]:
         """Return the state that belongs to no parameter."""
+        return self.pipeline.local.global_state()
 
     def rehearse(self, params: Iterable[int]) -> tuple[dict[int, Any], dict[Any, Any]]:
         """Return the state that a first step would make for `params`, and the global state."""
+        return self.pipeline.local.rehearse(set(params))
 
     def sync_options(self) -> None:
         """Copy options from the exposed groups to the local optimizer, and back."""
+        self.pipeline.local.push_options()
+        self.pipeline.local.publish_options()
 
     def publish_options(self) -> None:
         """Copy options from the local optimizer to the exposed groups."""
+        self.pipeline.local.publish_options()
 
     def masters(self) -> dict[int, torch.Tensor]:
         """Return this rank's masters by parameter number, in use and not copied."""
+        self.wait_for_params()
+        return self.pipeline.params.shard.masters()
 
     def set_masters(self, masters: Mapping[int, torch.Tensor]) -> None:
         """Copy these into the masters; make the others from the parameters.
 
         A master that does not round to its parameter is replaced at the next step.
         """
+        self.wait_for_params()
+        self.pipeline.params.shard.set_masters(None)
+        self.pipeline.params.shard.set_masters(masters)
 
     def give_masters(self, params: Iterable[int]) -> None:
         """Create masters for those of `params` that may have one and are about to get state."""
+        raise NotImplementedError
+
+    def index_of(self, parameter: torch.Tensor | str) -> int:
+        """Return the number of a parameter, given itself or by name.
+
+        Raises:
+            ValueError: if the optimizer does not have it.
+        """
+        for index, (param, spec) in enumerate(zip(self.params, self.plan.specs, strict=True)):
+            if param is parameter or spec.name == parameter:
+                return index
+        shown = repr(parameter) if isinstance(parameter, str) else "the given tensor"
+        raise ValueError(
+            f"rank {self.comm.group_rank}: {shown} is not a parameter of this optimizer, whose "
+            f"first one is called {self.plan.specs[0].name!r}; names are those of module= or of "
+            "the (name, parameter) pairs that it was given"
+        )
 
     def mark_begun(self, params: Iterable[int]) -> None:
         """Record that `params` have state, so that none of them counts as new."""
+        self.begun |= set(params)

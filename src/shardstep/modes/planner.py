@@ -1,0 +1,172 @@
+"""Plans the placement of the parameters as they are now, and cuts them into pieces."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+
+from shardstep.comm import Comm
+from shardstep.layouts.choose import Layouts
+from shardstep.layouts.recipe import OptimizerRecipe
+from shardstep.local.local_optimizer import LocalOptimizer
+from shardstep.local.multi_class import MultiClass, names_a_class, optimizer_name
+from shardstep.local.unmovable_state import find_kept_view
+from shardstep.params.dtensor import describe_part, refuse_dtensors
+from shardstep.params.inputs import describe, describe_options, parameters
+from shardstep.params.sharded_params import ShardedParams
+from shardstep.params.stochastic_rounding import StochasticRounding
+from shardstep.plan import ParamSpec, ShardPlan, share
+from shardstep.precision import MixedPrecision, widened
+
+logger = logging.getLogger(__name__)
+
+Planned = tuple[ShardPlan, list[str]]
+"""A plan, and the lines by which ranks compare it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of a sharded optimizer, checked.
+
+    Attributes:
+        recipe: the optimizer class and its options.
+        layout: the layout asked for.
+        layouts: finds the layout of each group.
+        bucket_bytes: the size of a bucket; None for the plan's default.
+        precision: the precision policy.
+    """
+
+    recipe: OptimizerRecipe
+    layout: str
+    layouts: Layouts
+    bucket_bytes: int | None
+    precision: MixedPrecision
+
+
+class Planner:
+    """Makes plans, and the pieces and the local optimizer of a plan.
+
+    Args:
+        settings: the options of the optimizer.
+        groups: the parameter groups that the user sees.
+        comm: the ranks.
+        names: returns names by identity, for parameters that were given none.
+        bucket_views: whether parameters live in the buckets.
+        separate: whether entire parameters get a step tensor of their own.
+
+    Attributes:
+        widened: the parameters that are stepped on in a wider dtype, or were before they froze.
+        rounding: the sequence of stochastic roundings.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        groups: list[dict[str, Any]],
+        comm: Comm,
+        names: Callable[[], Mapping[int, str]],
+        bucket_views: bool,
+        separate: bool,
+    ) -> None:
+        self.settings = settings
+        self.groups = groups
+        self._comm = comm
+        self._names = names
+        self._bucket_views = bucket_views
+        self._separate = separate
+        self.widened: set[int] = set()
+        self.rounding = StochasticRounding(settings.precision.seed)
+
+    def plan(self) -> Planned:
+        """Plan for the parameters as they are now."""
+        specs = self.specs()
+        settings = self.settings
+        plan = ShardPlan.make(specs, self._comm.world_size, bucket_bytes=settings.bucket_bytes)
+        head = [f"layout={settings.layout!r}, bucket_bytes={settings.bucket_bytes}"]
+        for param, spec in zip(parameters(self.groups), specs, strict=True):
+            head += describe_part(param, spec.name)
+        tail = ["no more parameters", *settings.layouts.lines(), f"plan {plan.fingerprint}"]
+        return plan, [*head, *map(str, specs), *tail]
+
+    def specs(self) -> list[ParamSpec]:
+        """Describe the parameters as they are now, each with its layout."""
+        specs = describe(self.groups, self._names())
+        params = parameters(self.groups)
+        named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
+        if self._separate:
+            refuse_dtensors(
+                named,
+                "module= and overlap_with_ddp=True reduce the gradients of plain tensors only; "
+                "leave them out and synchronise gradients over the process group before step()",
+            )
+        if self.settings.precision.stochastic_rounding:
+            refuse_dtensors(
+                named,
+                "stochastic_rounding draws by an element's place in its tensor, so different parts "
+                "would draw the same; use masters, MixedPrecision()",
+            )
+        return self.settings.layouts.apply(self.groups, specs)
+
+    def shard(self, plan: ShardPlan) -> ShardedParams:
+        """Cut the parameters into the pieces of `plan`; nothing is done to them yet."""
+        self.widened |= widened(plan.specs, self.settings.precision)
+        if dist.is_available() and get_debug_level() != DebugLevel.OFF:
+            logger.info(
+                "rank %s owns %s of %s trainable elements in %s buckets (layout %s)",
+                self._comm.group_rank,
+                share(plan, self._comm.group_rank).numel,
+                sum(spec.numel for spec in plan.specs if spec.trainable),
+                len(plan.training_buckets),
+                plan.layout,
+            )
+        dtypes = {
+            index: dtype
+            for index, spec in enumerate(plan.specs)
+            if (dtype := self._step_dtype(index, spec.dtype)) != spec.dtype
+        }
+        return ShardedParams(
+            plan,
+            parameters(self.groups),
+            self._comm.group_rank,
+            self._bucket_views,
+            self._separate,
+            dtypes,
+            self.rounding if self.settings.precision.stochastic_rounding else None,
+        )
+
+    def _step_dtype(self, param: int, dtype: torch.dtype) -> torch.dtype:
+        return self.settings.precision.step_dtype(dtype) if param in self.widened else dtype
+
+    def make_local(self, params: ShardedParams) -> tuple[LocalOptimizer, list[str]]:
+        """Make the local optimizer, and the lines by which ranks compare it."""
+        local = LocalOptimizer(
+            self.groups,
+            params.shard,
+            self._make_optimizer,
+            self.settings.layouts.groups_to_fill,
+            self._step_dtype,
+        )
+        if not params.shard.pieces:
+            local.try_idle()
+        where = find_kept_view(local.optim) if self._bucket_views else None
+        if where is not None:
+            raise ValueError(
+                f"{optimizer_name(local.optim)} keeps {where}, and parameters are about to move "
+                "into buckets; leave out parameters_as_bucket_view=True, module= and "
+                "overlap_with_ddp=True, or let the class make its views when it needs them"
+            )
+        name = optimizer_name(local.optim)
+        return local, [f"optimizer class {name}", *describe_options(local.optim.param_groups)]
+
+    def _make_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
+        recipe = self.settings.recipe
+        if names_a_class(groups):
+            return MultiClass(groups, recipe.optimizer_class, **recipe.defaults)
+        return recipe.optimizer_class(groups, **recipe.defaults)
