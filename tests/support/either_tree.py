@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import types
+from pathlib import Path
 
 FORMER_NAMES: dict[str, tuple[str, dict[str, str]]] = {
     "shardstep.local.multi_class": ("shardstep.mixture", {"MultiClass": "Mixture"}),
@@ -28,4 +29,5 @@ def _accept_former_names() -> None:
 
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without DDP's warnings of unused parameters
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 _accept_former_names()

@@ -21,8 +21,8 @@ from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from demo.gpt import GPT, GPTConfig
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
-from shardstep.demo.gpt import GPT, GPTConfig
 
 ADAMW: tuple[type[Optimizer], dict[str, Any]] = (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1})
 SGD: tuple[type[Optimizer], dict[str, Any]] = (

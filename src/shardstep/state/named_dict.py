@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -46,10 +47,9 @@ def numbered(
     index_of = dict(zip(saved, _indices(saved, names), strict=True))
     left = [(group, {index_of[name] for name in group["params"]}) for group in saved_groups]
     packed = []
-    start = 0
+    numbers = count()
     for number, group in enumerate(ours):
-        indices = list(range(start, start + len(group)))
-        start += len(group)
+        indices = list(islice(numbers, len(group)))
         match = next((each for each in left if each[1] == set(indices)), None)
         if match is None:
             raise ValueError(
@@ -113,12 +113,8 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
 
 
 def _names_in_groups(groups: Groups, names: Sequence[str]) -> list[list[str]]:
-    ours = []
-    start = 0
-    for group in groups:
-        ours.append(list(names[start : start + len(group["params"])]))
-        start += len(group["params"])
-    return ours
+    left = iter(names)
+    return [list(islice(left, len(group["params"]))) for group in groups]
 
 
 def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:
@@ -167,14 +163,10 @@ def _nested(
             f"'param_groups.NAME.OPTION' among its keys ({shorten_list(flat)})"
         )
     saved = list(options)
-    index_of = dict(
-        zip(_indices(saved, [name for group in ours for name in group]), saved, strict=True)
-    )
+    names = [name for group in ours for name in group]
+    in_our_order = dict(sorted(zip(_indices(saved, names), saved, strict=True))).values()
     packed: list[dict[str, Any]] = []
-    start = 0
-    for group, own in zip(ours, groups, strict=True):
-        members = [index_of[index] for index in range(start, start + len(group))]
-        start += len(group)
+    for members, own in zip(_names_in_groups(groups, [*in_our_order]), groups, strict=True):
         if not members:
             packed.append({**own, "params": []})
             continue

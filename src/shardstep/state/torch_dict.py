@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Mapping, Sequence
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -30,16 +31,14 @@ SCALARS = ("mu_product", "eta", "mu")
 def pack_groups(groups: Groups) -> list[dict[str, Any]]:
     """Return the groups with numbers in place of parameters, and copies of tensor options."""
     packed = []
-    start = 0
+    numbers = count()
     for group in groups:
         options = {
             key: value.detach().clone() if isinstance(value, torch.Tensor) else value
             for key, value in group.items()
             if key != "params"
         }
-        stop = start + len(group["params"])
-        packed.append({**options, "params": list(range(start, stop))})
-        start = stop
+        packed.append({**options, "params": list(islice(numbers, len(group["params"])))})
     return packed
 
 

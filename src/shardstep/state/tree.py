@@ -125,26 +125,26 @@ def encode(value: Any, path: str = "", depth: int = 0) -> tuple[Node, list[torch
         return ["dtype", name_of(value)], []
     if isinstance(value, torch.Size):
         return ["size", list(value)], []
+    if not isinstance(value, Mapping) and type(value) not in (list, tuple, deque):
+        kind = type(value).__name__
+        raise TypeError(f"state {path!r} is a {kind}, which cannot be sent or saved")
+    keys, nodes, tensors = [], [], []
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+        if not isinstance(key, (str, int, float)):
+            raise TypeError(f"state {path!r} has a key of type {type(key).__name__}")
+        node, found = encode(item, _join(path, key), depth + 1)
+        keys.append(key)
+        nodes.append(node)
+        tensors += found
     if isinstance(value, Mapping):
-        items, tensors = [], []
-        for key, item in value.items():
-            if not isinstance(key, (str, int, float)):
-                raise TypeError(f"state {path!r} has a key of type {type(key).__name__}")
-            node, found = encode(item, f"{path}.{key}" if path else str(key), depth + 1)
-            items.append([key, node])
-            tensors += found
-        return ["dict", items], tensors
-    if type(value) in (list, tuple, deque):
-        nodes, tensors = [], []
-        for position, item in enumerate(value):
-            inner = f"{path}.{position}" if path else str(position)
-            node, found = encode(item, inner, depth + 1)
-            nodes.append(node)
-            tensors += found
-        if isinstance(value, deque):
-            return ["deque", nodes, value.maxlen], tensors
-        return [type(value).__name__, nodes], tensors
-    raise TypeError(f"state {path!r} is a {type(value).__name__}, which cannot be sent or saved")
+        return ["dict", [list(pair) for pair in zip(keys, nodes, strict=True)]], tensors
+    if isinstance(value, deque):
+        return ["deque", nodes, value.maxlen], tensors
+    return [type(value).__name__, nodes], tensors
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
 
 
 def _encode_wrapper(value: Any, path: str) -> tuple[Node, list[torch.Tensor]]:
@@ -246,13 +246,12 @@ def decode(
         for key, item in node[1]:
             if not isinstance(key, (str, int, float)) or key in found:
                 raise ValueError(f"{path!r} has a key twice, or an invalid key")
-            inside = f"{path}.{key}" if path else str(key)
-            found[key] = decode(item, leaf, inside, depth + 1, wrap)
+            found[key] = decode(item, leaf, _join(path, key), depth + 1, wrap)
         return found
     if kind not in ("list", "tuple", "deque"):
         raise ValueError(f"{path!r} is described as a {kind!r}, which is unknown")
     items = [
-        decode(item, leaf, f"{path}.{position}" if path else str(position), depth + 1, wrap)
+        decode(item, leaf, _join(path, position), depth + 1, wrap)
         for position, item in enumerate(node[1])
     ]
     if kind == "deque":
