@@ -32,8 +32,8 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
+from demo_model import GPT, GPTConfig
 from shardstep import ZeroRedundancyOptimizer, checkpoint
-from shardstep.demo.gpt import GPT, GPTConfig
 
 GPT_82M = GPTConfig(vocab_size=50257, block_size=1024, n_layer=6, n_head=12, n_embd=768, tied=True)
 MIB = 2**20

@@ -31,8 +31,8 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 
+from demo_model import GPT, GPTConfig
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.demo.gpt import GPT, GPTConfig
 
 AdamW = torch.optim.AdamW
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}

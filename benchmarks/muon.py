@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from demo_model import GPT, GPT_17M
 from shardstep import MixedPrecision
-from shardstep.demo.gpt import GPT, GPT_17M
 from shardstep.layouts.choose import Layouts
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.multi_class import MultiClass

@@ -30,10 +30,8 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 
+from demo_model import GPT, DemoConfig, make_batch, stdlib_source
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
-from shardstep.demo.gpt import GPT
-from shardstep.demo.record import DemoConfig
-from shardstep.demo.text import make_batch, stdlib_source
 
 WORLD_SIZE = 2
 HELD_OUT = 20

@@ -1,14 +1,13 @@
-"""How long trying an optimizer class takes: every class of torch and of `pytorch-optimizer`.
+"""How long the probe takes: every class of torch and of `pytorch-optimizer`.
 
     pip install --no-deps pytorch_optimizer
     python benchmarks/probe.py --out benchmarks/results/probe.json
 
-Each class is tried again and again in one process and one thread (*warm*), all of them in turn. The
-slowest are tried in fresh processes too (*cold*: the first time, with all that happens once; torch
-has loaded its compiler before, as with the first optimizer of any process). Beside it stands how
-many steps of optimizers were taken, and what a single one on a small matrix takes: nothing that
-runs a class can be faster than a few of its steps. Classes beyond the 100 ms that docs/layouts.md
-speaks of are named.
+Times are CPU times of one thread, medians over rounds in one process (*warm*). The slowest classes
+are also probed in fresh processes (*cold*), where the probe does work that a process does once.
+torch has loaded its compiler before, as with the first optimizer of any process. The table also has
+the number of optimizer steps, and the time of one step on a small matrix. Classes that exceed the
+100 ms of docs/layouts.md are named.
 """
 
 from __future__ import annotations
@@ -100,9 +99,9 @@ def cold(name: str, processes: int) -> dict[str, float]:
 
 
 def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
+    start = time.process_time()
     result = call()
-    return 1e3 * (time.perf_counter() - start), result
+    return 1e3 * (time.process_time() - start), result
 
 
 @contextmanager

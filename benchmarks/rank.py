@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 import measure
 from contestants import CONTESTANTS, Trainee, UnavailableError
+from demo_model import GPT, GPT_17M
 from netns import INTERFACE
-from shardstep.demo.gpt import GPT, GPT_17M
 
 SEED = 1234
 

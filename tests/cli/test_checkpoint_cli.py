@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from shardstep import ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
 from shardstep.cli.app import app
+from shardstep.cli.checkpoint import byte_progress
 from shardstep.cli.checkpoint_tables import printable
-from shardstep.cli.progress import byte_progress
 
 
 def shardstep(*args: object) -> Any:

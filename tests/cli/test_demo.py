@@ -17,14 +17,13 @@ from torch.multiprocessing.spawn import ProcessException
 from typer.testing import CliRunner
 
 import shardstep
+from demo.command import demo_progress, demo_table, verdict_lines
+from demo.gpt import GPT, GPT_17M, GPTConfig
+from demo.record import EQUAL, DemoConfig, DemoRecord, RankRecord
+from demo.run import DROP_IN, MODULE, RUNS, UNSHARDED, StepDone, run_demo
+from demo.text import make_batch, stdlib_source
 from shardstep.cli import main
 from shardstep.cli.app import app
-from shardstep.cli.demo import demo_table, verdict_lines
-from shardstep.cli.progress import demo_progress
-from shardstep.demo.gpt import GPT, GPT_17M, GPTConfig
-from shardstep.demo.record import EQUAL, DemoConfig, DemoRecord, RankRecord
-from shardstep.demo.run import DROP_IN, MODULE, RUNS, UNSHARDED, StepDone, run_demo
-from shardstep.demo.text import make_batch, stdlib_source
 
 TINY = GPTConfig(n_layer=1, n_embd=16, block_size=16)
 
@@ -133,7 +132,7 @@ def test_a_failing_rank_shows_its_traceback_and_ends_the_demo(
     def config(**given: object) -> DemoConfig:
         return DemoConfig(model=TINY, ranks=1, learning_rate=-1.0)
 
-    monkeypatch.setattr("shardstep.cli.demo.DemoConfig", config)
+    monkeypatch.setattr("demo.command.DemoConfig", config)
     monkeypatch.setattr(sys, "argv", ["shardstep", "demo"])
     with pytest.raises(SystemExit) as exit_info:
         main()

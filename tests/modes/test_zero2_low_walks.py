@@ -40,13 +40,13 @@ class Convolutions(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(1, 6, 3, padding=1)
         self.body = nn.Conv2d(6, 6, 3, padding=1)
-        self.new_connection = self.body
+        self.tied = self.body
         self.head = nn.Linear(6, 4)
         self.never = nn.Parameter(torch.ones(70, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.stem(x.view(-1, 1, 4, 4)))
-        x = torch.tanh(self.new_connection(torch.tanh(self.body(x))))
+        x = torch.tanh(self.tied(torch.tanh(self.body(x))))
         out: Tensor = self.head(x.mean(dim=(2, 3)))
         return out
 

@@ -23,8 +23,8 @@ from ranks import raises_on_every_rank, run_ranks
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
+from demo.gpt import GPT, GPT_17M, GPTConfig
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.demo.gpt import GPT, GPT_17M, GPTConfig
 from shardstep.plan import share
 
 # -------------------------------------------------------------------------------- subgroups

@@ -1,7 +1,7 @@
-"""Doubles of communication that stand behind the door, each strict about one thing.
+"""Doubles of `Comm`, each strict about one thing.
 
-Each wraps a real `Comm` and does what that does, less kindly: a result is nowhere to be seen before
-`wait()`, operations finish in any order, every call is written down. They nest.
+Each wraps a real `Comm`. Results appear only at `wait()`, operations finish in any order, or every
+call is recorded. Doubles nest.
 
     with behind_the_door(LateArrival):
         opt = ZeroRedundancyOptimizer(params, torch.optim.AdamW)
@@ -23,7 +23,7 @@ from shardstep.comm import Comm, Work
 
 @contextmanager
 def behind_the_door(double: Callable[[Comm], Comm]) -> Iterator[list[Comm]]:
-    """Optimizers made within communicate through doubles, which come in the list."""
+    """Make optimizers communicate through doubles, and yield the list of these."""
     made: list[Comm] = []
 
     def connect(*args: Any) -> Comm:
@@ -35,7 +35,7 @@ def behind_the_door(double: Callable[[Comm], Comm]) -> Iterator[list[Comm]]:
 
 
 class Wrapped:
-    """Everything else as the wrapped one does it."""
+    """A `Comm` that passes every call on."""
 
     def __init__(self, inner: Comm) -> None:
         self._inner = inner
@@ -44,12 +44,12 @@ class Wrapped:
         return getattr(self._inner, name)
 
     def new_connection(self) -> Comm:
-        """The same double over connections of its own."""
+        """Return the same double over new connections."""
         return type(self)(self._inner.new_connection())
 
 
 def spoil(buffer: torch.Tensor) -> None:
-    """Fill with what no test takes for a result: NaN, or all bits set."""
+    """Fill with a value that no test expects: NaN, or all bits set."""
     if buffer.is_floating_point() or buffer.is_complex():
         buffer.fill_(float("nan"))
     else:
@@ -57,9 +57,9 @@ def spoil(buffer: torch.Tensor) -> None:
 
 
 class LateArrival(Wrapped):
-    """What is to be filled is NaN, this rank's own segment included, until it is waited for.
+    """Fills outputs with NaN until `wait()`, this rank's segment included.
 
-    What is sent is what was there at the call: writing to it in flight has no effect.
+    Inputs are read at the call: writing to them in flight has no effect.
     """
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
@@ -90,10 +90,10 @@ class _Late:
 
 
 class AnyOrder(Wrapped):
-    """Operations finish in an order of their own: some long before anybody waits for them.
+    """Finishes operations in shuffled order, some long before their `wait()`.
 
-    Whenever one is waited for, others that are in flight land first, in shuffled order, another on
-    every rank. A buffer that is used for something else in the meantime is overwritten.
+    A `wait()` lands others in flight first, in another order on every rank. This overwrites buffers
+    that are reused too early.
     """
 
     def __init__(self, inner: Comm) -> None:
@@ -134,7 +134,7 @@ class _Shuffled:
 
 
 class Counting(Wrapped):
-    """Writes down every gather that was launched, and which of them were waited for."""
+    """Records every gather that was launched, and those that were waited for."""
 
     def __init__(self, inner: Comm) -> None:
         super().__init__(inner)

@@ -29,5 +29,6 @@ def _accept_former_names() -> None:
 
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without DDP's warnings of unused parameters
-sys.path.append(str(Path(__file__).resolve().parent.parent / "modes"))
+TESTS = Path(__file__).resolve().parent.parent
+sys.path += [str(TESTS / "modes"), str(TESTS.parent / "examples")]
 _accept_former_names()

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import shardstep.optimizer
+from demo.gpt import GPT, GPTConfig
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep.comm import Comm
-from shardstep.demo.gpt import GPT, GPTConfig
 
 ADAMW: tuple[type[Optimizer], dict[str, Any]] = (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1})
 SGD: tuple[type[Optimizer], dict[str, Any]] = (

@@ -8,8 +8,8 @@
     def test_total() -> None:
         assert run_ranks(total, 2, 10) == [21, 21]
 
-Processes are reused: each takes call after call, as any rank of any world size. Every call has a
-process group of its own, and imports the test modules again. A process ends after a call that
+Processes are reused: each takes call after call, as any rank of any world size. Every call forms
+a new process group, and imports the test modules again. A process ends after a call that
 failed or that left a trace in it: see `_settings` and `_survivors`. ``fresh=True`` asks for new
 processes.
 

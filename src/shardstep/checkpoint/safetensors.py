@@ -145,32 +145,32 @@ def write(
         )
     digest = hashlib.sha256()
     with writing(path), open(path, "xb", buffering=0) as file:
-        data: memoryview = memoryview(len(text).to_bytes(8, "little") + text)
-        _write_and_digest(file, data, digest)
+        start = memoryview(len(text).to_bytes(8, "little") + text)
+        _write_and_digest(file, start, digest.update)
         for name in order:
             for chunk in _chunks(tensors[name]):
-                _write_and_digest(file, raw_bytes(chunk), digest)
+                _write_and_digest(file, raw_bytes(chunk), digest.update)
                 progress(chunk.nbytes)
         os.fsync(file.fileno())
     return Digest(8 + len(text) + end, digest.hexdigest())
 
 
-def _write_and_digest(file: FileIO, data: memoryview, digest: hashlib._Hash) -> None:
+def _write_and_digest(file: FileIO, data: memoryview, update: Callable[[memoryview], None]) -> None:
     """Write and digest all of `data` at the same time: both release the GIL."""
     # Not an executor: those refuse work at interpreter exit, and a background save may outlive
     # the main thread.
-    hasher = threading.Thread(target=digest.update, args=(data,))
-    if len(data) > THREAD_NBYTES:
-        hasher.start()
+    hasher = threading.Thread(target=update, args=(data,)) if len(data) > THREAD_NBYTES else None
+    if hasher is None:
+        update(data)
     else:
-        digest.update(data)
+        hasher.start()
     try:
         written = 0
         while written < len(data):
             written += file.write(data[written:])
     finally:
         # Even on an error: the caller frees the memory.
-        if len(data) > THREAD_NBYTES:
+        if hasher is not None:
             hasher.join()
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from shardstep import __version__
-from shardstep.cli import checkpoint
+from shardstep.cli.checkpoint import app as checkpoint_app
 from shardstep.cli.demo import demo
 
 app = typer.Typer(
@@ -18,8 +18,10 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
-app.command()(demo)
-app.add_typer(checkpoint.app, name="checkpoint")
+# The demo reads its options itself.
+unread = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command(context_settings=unread)(demo)
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 def _print_version(wanted: bool) -> None:

@@ -12,11 +12,19 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 
 from shardstep import checkpoint as ckpt
+from shardstep.checkpoint.files import Progress as OnBytes
 from shardstep.checkpoint.files import Stages
 from shardstep.cli.checkpoint_tables import listing_report, printable, summary_report
-from shardstep.cli.progress import byte_progress
 from shardstep.cli.sizes import parse_nbytes, show_nbytes
 
 app = typer.Typer(
@@ -44,6 +52,24 @@ class Form(StrEnum):
     torch = "torch"
     torch_named = "torch-named"
     safetensors = "safetensors"
+
+
+@contextmanager
+def byte_progress(console: Console) -> Iterator[Stages]:
+    """Yield a function that adds a bar, given a word and a number of bytes."""
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    with Progress(
+        TextColumn("{task.description:>8}"),
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+    ) as bars:
+
+        def add_bar(stage: str, nbytes: int) -> OnBytes:
+            task = bars.add_task(stage, total=nbytes)
+            return lambda done: bars.advance(task, done)
+
+        yield add_bar
 
 
 @contextmanager

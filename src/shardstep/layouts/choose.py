@@ -182,14 +182,17 @@ def choose(
         return Choice(asked or known or "whole", "one rank holds everything")
     if asked == "sliced" and known == "whole":
         raise ValueError(f"{recipe.name} declares that it needs layout='whole', not 'sliced'")
-    if known is not None and asked in (None, known):
-        updates = f"{recipe.name} updates each element on its own"
-        return Choice(known, updates if element_wise else f"declared by {recipe.name}")
-    if known is not None and asked is not None:
-        return Choice(asked, f"asked for with layout={asked!r}")
-    verdict = _probe_group(recipe, params, precision)
-    _refuse(asked, recipe.name, verdict)
-    return Choice(asked or verdict.layout or "whole", f"{recipe.name} {verdict.why}", verdict)
+    verdict = None
+    why = f"declared by {recipe.name}"
+    if element_wise:
+        why = f"{recipe.name} updates each element on its own"
+    elif known is None:
+        verdict = _probe_group(recipe, params, precision)
+        _refuse(asked, recipe.name, verdict)
+        known, why = verdict.layout, f"{recipe.name} {verdict.why}"
+    if asked is not None and asked != known:
+        why = f"asked for with layout={asked!r}"
+    return Choice(asked or known or "whole", why, verdict)
 
 
 def _probe_group(

@@ -95,8 +95,8 @@ class ShardPlan:
                 _require(slot.bucket_offset >= end, f"{spec} overlaps the parameter before it")
                 end = slot.footprint.stop
                 _require(end <= bucket.numel, f"{where} is too short for its parameters")
-                alike = (spec.dtype, spec.device) == (bucket.dtype, bucket.device)
-                _require(alike, f"{spec} lies in a {bucket.dtype} bucket on {bucket.device}")
+                fits = (spec.dtype, spec.device) == (bucket.dtype, bucket.device)
+                _require(fits, f"{spec} lies in a {bucket.dtype} bucket on {bucket.device}")
                 _require(spec.trainable is not bucket.frozen, f"{spec} lies in the wrong bucket")
                 if spec.layout == "whole":
                     owner = bisect_right(bucket.cuts, slot.bucket_offset) - 1

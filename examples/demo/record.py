@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shardstep.demo.gpt import GPTConfig
+from demo.gpt import GPTConfig
 
 EQUAL = "equal, bit for bit"
 
@@ -24,15 +24,7 @@ class DemoConfig:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Measurements of one rank in one run.
-
-    Attributes:
-        losses: the loss of every step.
-        digest: SHA-256 of the final parameters.
-        state_nbytes: bytes of optimizer state on this rank.
-        sent_nbytes_per_step: bytes that this rank sent per step; None if the system does not tell.
-        ms_per_step: median time of a step.
-    """
+    """Measurements of one rank in one run; the system may not tell the bytes sent."""
 
     losses: tuple[float, ...]
     digest: str

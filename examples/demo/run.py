@@ -23,10 +23,10 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from shardstep.demo.gpt import GPT
-from shardstep.demo.record import DemoConfig, DemoRecord, RankRecord
-from shardstep.demo.text import make_batch, stdlib_source
-from shardstep.optimizer import ZeroRedundancyOptimizer
+from demo.gpt import GPT
+from demo.record import DemoConfig, DemoRecord, RankRecord
+from demo.text import make_batch, stdlib_source
+from shardstep import ZeroRedundancyOptimizer
 
 UNSHARDED = "DDP + AdamW"
 DROP_IN = "DDP + ZeroRedundancyOptimizer(AdamW)"
