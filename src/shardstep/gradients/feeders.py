@@ -159,11 +159,12 @@ class AutogradFeeder(Feeder):
     def _take(self, index: int) -> torch.Tensor | None:
         param, placeholder = self._params[index], self._placeholders[index]
         grad = param.grad
-        if grad is placeholder:
+        if grad is not placeholder:
+            param.grad = placeholder
+        if isinstance(grad, ShardedGrad):
             self._aside.discard(index)
             return placeholder.take_incoming()
         self._start_over(index)
-        param.grad = placeholder
         return grad
 
     def _start_over(self, param: int) -> None:
