@@ -350,7 +350,9 @@ def test_a_counter_that_is_not_there_yet_is_expected_where_a_step_makes_it() -> 
     """On the CPU, whatever device the parameters are on; here on one without data."""
 
     def elsewhere(piece: torch.Tensor) -> torch.Tensor:
-        return nn.Parameter(torch.empty_like(piece, device="meta"))
+        copy = nn.Parameter(torch.empty_like(piece, device="meta"))
+        copy.grad = torch.zeros_like(copy)
+        return copy
 
     opt = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(4, 4))], CountsOnTheCPU)
     with mock.patch("shardstep.local.local_optimizer._copy", elsewhere):
