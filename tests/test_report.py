@@ -20,11 +20,11 @@ def _report(module_given: bool) -> dict[str, Any]:
     extra = {"module": module} if module_given else {}
     opt = ZeroRedundancyOptimizer(groups_of(module), optim.AdamW, **extra, **ADAMW)
     before = opt.report()
-    ledgers = [opt.shards.comm.ledger, opt.mode.gather_comm.ledger][: 2 if module_given else 1]
+    comms = [opt.shards.comm, opt.mode.gather_comm] if module_given else [opt.shards.comm]
 
     def sent_so_far() -> int:
         kinds = ("reduce_scatter", "all_gather")
-        return sum(ledger.nbytes_sent[kind] for ledger in ledgers for kind in kinds)
+        return sum(comm.ledger.nbytes_sent[kind] for comm in comms for kind in kinds)
 
     start = sent_so_far()  # all ranks have been given rank 0's values
     problem.loss(module, 0).backward()

@@ -66,22 +66,24 @@ def path(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------------------- inspect
 
 
+SHOWN = [
+    "torch.optim.adamw.AdamW",
+    "4 (4 trainable, 1,850 elements)",
+    "1.bias",  # has never had a gradient
+    "lr=0.25",
+    "lr=0.5",
+    "weight_decay=0.01",
+    f"torch {torch.__version__}",
+    "for 1 rank",
+    "tensor, int64 [100]",
+    "optimizer.safetensors",
+]
+
+
 def test_inspect_shows_what_is_in_a_checkpoint(path: Path) -> None:
     shown = succeeds("inspect", path)
-    for said in (
-        "torch.optim.adamw.AdamW",
-        "4 (4 trainable, 1,850 elements)",
-        "1.bias",  # has never had a gradient
-        "lr=0.25",
-        "lr=0.5",
-        "weight_decay=0.01",
-        f"torch {torch.__version__}",
-        "for 1 rank",
-        "tensor, int64 [100]",
-        "optimizer.safetensors",
-        f"{(path / 'optimizer.safetensors').stat().st_size:,}",
-    ):
-        assert said in shown
+    nbytes = f"{(path / 'optimizer.safetensors').stat().st_size:,}"
+    assert [said for said in [*SHOWN, nbytes] if said not in shown] == []
     assert "exp_avg_sq" not in shown
     assert "'exp_avg_sq' of '0.weight'" in succeeds("inspect", path, "--tensors")
 
@@ -114,6 +116,11 @@ def test_inspect_says_the_same_in_json(path: Path) -> None:
 
 def test_inspect_lists_a_folder_of_checkpoints(path: Path, tmp_path: Path) -> None:
     save(tmp_path / "before-step-2")
+    said = json.loads(succeeds("inspect", tmp_path, "--json"))
+    assert [Path(each["path"]).name for each in said["checkpoints"]] == ["step-1", "before-step-2"]
+    assert [each["newest"] for each in said["checkpoints"]] == [False, True]
+    rows = [line.split() for line in succeeds("inspect", tmp_path).splitlines() if line.strip()]
+    assert [row[0] for row in rows if row[-1] == "newest"] == ["before-step-2"]
     save(tmp_path / "cut-short")
     os.truncate(tmp_path / "cut-short" / "model.safetensors", 10)
     save(tmp_path / "changed")
@@ -125,24 +132,15 @@ def test_inspect_lists_a_folder_of_checkpoints(path: Path, tmp_path: Path) -> No
     shown = succeeds("inspect", tmp_path)
     lines = shown.splitlines()
     (first,) = [n for n, line in enumerate(lines) if line.split()[:1] == ["step-1"]]
-    assert "newest" not in lines[first]
     assert lines[first + 1].split()[0] == "before-step-2"
     assert any("cut-short: not complete" in line for line in lines)
     assert any("changed: not complete" in line for line in lines)
     assert any(".step-3.saving: left by a save that did not finish" in line for line in lines)
     assert "notes" not in shown
+    assert "newest" not in lines[first]
     said = json.loads(succeeds("inspect", tmp_path, "--json"))
     assert [Path(each["path"]).name for each in said["checkpoints"]] == ["step-1", "before-step-2"]
     assert said["unfinished"] == [{"path": str(left), "under_way": False}]
-
-
-def test_the_newest_is_marked(path: Path, tmp_path: Path) -> None:
-    save(tmp_path / "before-step-2")
-    said = json.loads(succeeds("inspect", tmp_path, "--json"))
-    assert [each["newest"] for each in said["checkpoints"]] == [False, True]
-    lines = succeeds("inspect", tmp_path).splitlines()
-    (line,) = [each for each in lines if each.split()[-1:] == ["newest"]]
-    assert line.split()[0] == "before-step-2"
 
 
 def test_a_checkpoint_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
@@ -160,22 +158,17 @@ def test_a_checkpoint_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------- verify
 
 
-def test_verify_says_ok(path: Path) -> None:
-    assert succeeds("verify", path).startswith(f"OK: {path} is complete")
+FILES = ["checkpoint.json", "contents.json"] + [
+    f"{kind}.safetensors" for kind in ("model", "optimizer", "extra")
+]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "checkpoint.json",
-        "contents.json",
-        "model.safetensors",
-        "optimizer.safetensors",
-        "extra.safetensors",
-    ],
-)
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
-def test_verify_names_the_file_that_is_damaged(path: Path, name: str, damage: str) -> None:
+def test_verify_says_ok_or_names_the_file_that_is_damaged(
+    path: Path, name: str, damage: str
+) -> None:
+    assert succeeds("verify", path).startswith(f"OK: {path} is complete")
     if damage == "changed":
         flip(path / name)
     elif damage == "cut":
@@ -224,9 +217,9 @@ def test_damage_is_noticed_unless_it_is_not_looked_for(path: Path, tmp_path: Pat
 
 def test_export_and_import_are_each_other_s_way_back(path: Path, tmp_path: Path) -> None:
     for form in ("torch", "torch-named"):
-        succeeds("export", path, tmp_path / f"{form}.pt", "--to", form)
-        succeeds("import", tmp_path / f"{form}.pt", tmp_path / form, "--optimizer-class", "AdamW")
         back = tmp_path / form
+        succeeds("export", path, tmp_path / f"{form}.pt", "--to", form)
+        succeeds("import", tmp_path / f"{form}.pt", back, "--optimizer-class", "AdamW")
         assert difference(ckpt.weights(back), ckpt.weights(path)) is None
         assert difference(ckpt.state_dict(back)["state"], ckpt.state_dict(path)["state"]) is None
         assert difference(ckpt.load(back).extra, ckpt.load(path).extra) is None
@@ -234,12 +227,12 @@ def test_export_and_import_are_each_other_s_way_back(path: Path, tmp_path: Path)
 
 
 def test_parts_and_sizes_can_be_chosen(path: Path, tmp_path: Path) -> None:
-    succeeds("export", path, tmp_path / "m.pt", "--model-only")
-    assert difference(torch.load(tmp_path / "m.pt", weights_only=True), ckpt.weights(path)) is None
-    succeeds("export", path, tmp_path / "o.pt", "--optimizer-only")
-    assert (
-        difference(torch.load(tmp_path / "o.pt", weights_only=True), ckpt.state_dict(path)) is None
-    )
+    for option, expected in (
+        ("--model-only", ckpt.weights(path)),
+        ("--optimizer-only", ckpt.state_dict(path)),
+    ):
+        succeeds("export", path, tmp_path / option, option)
+        assert difference(torch.load(tmp_path / option, weights_only=True), expected) is None
     succeeds("export", path, tmp_path / "hf", "--to", "safetensors", "--max-shard-size", "5kB")
     assert len(list((tmp_path / "hf").glob("model-*-of-00002.safetensors"))) == 2
 
@@ -248,9 +241,7 @@ def test_parts_and_sizes_can_be_chosen(path: Path, tmp_path: Path) -> None:
     "options",
     [
         ["--model-only", "--optimizer-only"],
-        ["--max-shard-size", "many"],
-        ["--max-shard-size", "0"],
-        ["--max-shard-size", "nanGB"],
+        *(["--max-shard-size", size] for size in ("many", "0", "nanGB", "1.2.3", "9" * 400)),
         ["--to", "pickle"],
     ],
 )
@@ -288,7 +279,6 @@ def test_what_is_left_out_of_an_import_is_said(path: Path, tmp_path: Path) -> No
 
 
 def test_stages_are_bars_in_a_terminal_and_nothing_in_a_log() -> None:
-    shown = {}
     for terminal in (True, False):
         text = io.StringIO()
         with byte_progress(Console(file=text, force_terminal=terminal, width=100)) as stages:
@@ -296,11 +286,9 @@ def test_stages_are_bars_in_a_terminal_and_nothing_in_a_log() -> None:
             advance(1500)
             advance(500)
             stages("writing", 0)
-        shown[terminal] = text.getvalue()
-    assert "checking" in shown[True]
-    assert "2.0/2.0 kB" in shown[True]
-    assert "writing" in shown[True]
-    assert shown[False].strip() == ""
+        for shown in ("checking", "2.0/2.0 kB", "writing"):
+            assert (shown in text.getvalue()) == terminal
+        assert terminal or not text.getvalue().strip()
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "reshard", "export", "import"])

@@ -28,16 +28,13 @@ from shardstep.cli.app import app
 TINY = GPTConfig(n_layer=1, n_embd=16, block_size=16)
 
 
-def test_the_text_is_the_same_every_time_and_no_longer_than_asked() -> None:
-    assert torch.equal(stdlib_source(100_000), stdlib_source(100_000))
-    assert stdlib_source(100_000).numel() == 100_000
-
-
-def test_a_python_without_source_files_is_named(
+def test_the_text_is_the_same_every_time_and_no_longer_than_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert torch.equal(stdlib_source(100_000), stdlib_source(100_000))
+    assert stdlib_source(100_000).numel() == 100_000
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    with pytest.raises(RuntimeError, match=tmp_path.name):
+    with pytest.raises(RuntimeError, match=tmp_path.name):  # without source files
         stdlib_source()
 
 
@@ -76,10 +73,10 @@ def test_no_position_sees_what_comes_after_it() -> None:
     assert not torch.allclose(before[:, 10:], after[:, 10:])
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_head_is_the_embedding_exactly_when_tied(tied: bool) -> None:
-    model = GPT(dataclasses.replace(TINY, tied=tied))
-    assert (model.head.weight is model.tok.weight) == tied
+def test_the_head_is_the_embedding_exactly_when_tied() -> None:
+    for tied in (True, False):
+        model = GPT(dataclasses.replace(TINY, tied=tied))
+        assert (model.head.weight is model.tok.weight) == tied
 
 
 def test_the_benchmark_model_has_17_4_million_parameters() -> None:
@@ -207,6 +204,15 @@ def test_bars_are_drawn_in_a_terminal_only(terminal: bool) -> None:
     assert "loss 1.250" in out.getvalue()
     if not terminal:
         assert len(out.getvalue().splitlines()) == 3
+
+
+def test_an_installation_without_the_demo_names_the_missing_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shardstep, "__file__", str(tmp_path / "src" / "shardstep" / "__init__.py"))
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 1
+    assert str(tmp_path / "src" / "shardstep" / "examples" / "demo") in result.stderr
 
 
 def test_help_and_version_read_well() -> None:

@@ -30,7 +30,7 @@ pytestmark = [
 AdamW = torch.optim.AdamW
 
 
-def _model(seed: int = 0) -> nn.Module:
+def gpu_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(96, 300), nn.GELU(), nn.Linear(300, 200), nn.LayerNorm(200), nn.Linear(200, 7)
@@ -63,16 +63,14 @@ def _train(run: nn.Module, opt: Any, steps: int, device: str = "cuda") -> list[f
     return losses
 
 
-def _same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+def _assert_same(a: nn.Module, b: nn.Module) -> None:
+    for (name, one), two in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert torch.equal(one, two), name
 
 
-def _alone(fused: bool, view: bool, with_module: bool) -> list[str]:
+def _alone(fused: bool, view: bool, with_module: bool) -> None:
     """One rank under NCCL against the plain optimizer, through a save and a load."""
-    failures = []
-    plain, ours = _model().cuda(), _model().cuda()
     options = {"lr": 1e-2, "fused": fused}
-    a = AdamW(plain.parameters(), **options)
 
     def wrap(model: nn.Module) -> ZeroRedundancyOptimizer:
         module = {"module": model} if with_module else {}
@@ -80,27 +78,22 @@ def _alone(fused: bool, view: bool, with_module: bool) -> list[str]:
             model.parameters(), AdamW, parameters_as_bucket_view=view, **module, **options
         )
 
-    b = wrap(ours)
-    if _train(plain, a, 10) != _train(ours, b, 10) or not _same(plain, ours):
-        failures.append("training differs")
+    plain, ours, again = (gpu_model().cuda() for _ in range(3))
+    a, b = AdamW(plain.parameters(), **options), wrap(ours)
+    assert _train(plain, a, 10) == _train(ours, b, 10)
+    _assert_same(plain, ours)
     b.consolidate_state_dict()
     saved = b.state_dict()
     for index, entry in a.state_dict()["state"].items():
         for key, value in entry.items():
-            if not torch.equal(saved["state"][index][key], value.cpu()):
-                failures.append(f"{index}.{key} differs")
-    again = _model().cuda()
+            assert torch.equal(saved["state"][index][key], value.cpu()), (index, key)
     again.load_state_dict(ours.state_dict())
     c = wrap(again)
     c.load_state_dict(saved)
-    failures += [
-        "state is on the wrong device"
-        for entry in c.optim.state.values()
-        if entry["step"].is_cuda is not fused or not entry["exp_avg"].is_cuda
-    ]
-    if _train(plain, a, 5) != _train(again, c, 5) or not _same(plain, again):
-        failures.append("training on differs")
-    return failures
+    for entry in c.optim.state.values():
+        assert (entry["step"].is_cuda, entry["exp_avg"].is_cuda) == (fused, True)
+    assert _train(plain, a, 5) == _train(again, c, 5)
+    _assert_same(plain, again)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -108,38 +101,36 @@ def _alone(fused: bool, view: bool, with_module: bool) -> list[str]:
 def test_one_rank_under_nccl_gives_the_plain_optimizers_numbers(
     fused: bool, view: bool, with_module: bool
 ) -> None:
-    assert run_ranks(_alone, 1, fused, view, with_module, backend="nccl") == [[]]
+    run_ranks(_alone, 1, fused, view, with_module, backend="nccl")
 
 
-def _against_ddp(overlap: bool, layout: str) -> list[str]:
-    failures = []
+def _against_ddp(overlap: bool, layout: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    ddp = DistributedDataParallel(_model().cuda())
+    ddp = DistributedDataParallel(gpu_model().cuda())
     expected = _train(ddp, AdamW(ddp.parameters(), lr=1e-2), 30)
-    one = DistributedDataParallel(_model().cuda())
+    one = DistributedDataParallel(gpu_model().cuda())
     opt1 = ZeroRedundancyOptimizer(one.parameters(), AdamW, layout=layout, lr=1e-2)
-    if _train(one, opt1, 30) != expected or not _same(one, ddp):
-        failures.append("ZeRO-1 differs from DDP")
-    two = _model(seed=dist.get_rank()).cuda()
+    assert _train(one, opt1, 30) == expected
+    _assert_same(one, ddp)
+    two = gpu_model(seed=dist.get_rank()).cuda()
     options: dict[str, Any] = {"layout": layout, "overlap": overlap, "bucket_bytes": 100_000}
     opt2 = ZeroRedundancyOptimizer(two.parameters(), AdamW, module=two, lr=1e-2, **options)
-    if _train(two, opt2, 30) != expected or not _same(two, ddp.module):
-        failures.append("ZeRO-2 differs from DDP")
-    return failures
+    assert _train(two, opt2, 30) == expected
+    _assert_same(two, ddp.module)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("layout", ["sliced", "whole"])
 def test_two_ranks_on_one_device_equal_ddp_bit_for_bit(overlap: bool, layout: str) -> None:
-    assert run_ranks(_against_ddp, 2, overlap, layout) == [[], []]
+    run_ranks(_against_ddp, 2, overlap, layout)
 
 
-def _hooked(way: str, view: bool, static: bool) -> list[str]:
+def _hooked(way: str, view: bool, static: bool) -> None:
     """A DDP hook against DDP and the plain optimizer, from the first iteration on."""
-    ddp = DistributedDataParallel(_model().cuda(), bucket_cap_mb=0.1)
+    ddp = DistributedDataParallel(gpu_model().cuda(), bucket_cap_mb=0.1)
     expected = _train(ddp, AdamW(ddp.parameters(), lr=1e-2), 20)
     ours = DistributedDataParallel(
-        _model().cuda(), bucket_cap_mb=0.1, gradient_as_bucket_view=view, static_graph=static
+        gpu_model().cuda(), bucket_cap_mb=0.1, gradient_as_bucket_view=view, static_graph=static
     )
     opt = ZeroRedundancyOptimizer(
         ours.parameters(), AdamW, overlap_with_ddp=True, bucket_bytes=100_000, lr=1e-2
@@ -149,8 +140,8 @@ def _hooked(way: str, view: bool, static: bool) -> list[str]:
     else:
         make = {"step": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}[way]
         ours.register_comm_hook(None, make(allreduce_hook, ours, opt))
-    failures = [] if _train(ours, opt, 20) == expected else ["losses differ"]
-    return failures if _same(ours, ddp) else [*failures, "parameters differ"]
+    assert _train(ours, opt, 20) == expected
+    _assert_same(ours, ddp)
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -158,11 +149,10 @@ def _hooked(way: str, view: bool, static: bool) -> list[str]:
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("static", [False, True])
 def test_ddp_hooks_equal_ddp_bit_for_bit(backend: str, way: str, view: bool, static: bool) -> None:
-    world_size = 1 if backend == "nccl" else 2
-    assert run_ranks(_hooked, world_size, way, view, static, backend=backend) == [[]] * world_size
+    run_ranks(_hooked, 1 if backend == "nccl" else 2, way, view, static, backend=backend)
 
 
-def _two_devices(view: bool) -> list[str]:
+def _two_devices(view: bool) -> None:
     plain, ours = _TwoDevices(), _TwoDevices()
     a = AdamW(plain.parameters(), lr=1e-2)
     b = ZeroRedundancyOptimizer(ours.parameters(), AdamW, parameters_as_bucket_view=view, lr=1e-2)
@@ -174,22 +164,17 @@ def _two_devices(view: bool) -> list[str]:
             opt.step()
             opt.zero_grad()
     b.consolidate_state_dict()
-    return [] if _same(plain, ours) else ["parameters differ"]
+    _assert_same(plain, ours)
 
 
 @pytest.mark.parametrize(
     ("backend", "world_size", "view"),
-    [
-        ("gloo", 2, False),
-        ("gloo", 2, True),
-        ("nccl", 1, True),
-        ("cpu:gloo,cuda:nccl", 1, True),
-    ],
+    [("gloo", 2, False), ("gloo", 2, True), ("nccl", 1, True), ("cpu:gloo,cuda:nccl", 1, True)],
 )
 def test_a_model_over_two_devices_is_sharded_on_both(
     backend: str, world_size: int, view: bool
 ) -> None:
-    assert run_ranks(_two_devices, world_size, view, backend=backend) == [[]] * world_size
+    run_ranks(_two_devices, world_size, view, backend=backend)
 
 
 # ------------------------------------------------------------------------------ 16-bit parameters
@@ -204,9 +189,9 @@ def _gradients(models: list[nn.Module], step: int) -> None:
             param.grad = grad.to(param)
 
 
-def _with_masters(dtype: torch.dtype, fused: bool, layout: str, with_module: bool) -> list[str]:
+def _with_masters(dtype: torch.dtype, fused: bool, layout: str, with_module: bool) -> None:
     options: dict[str, Any] = {"lr": 1e-3, "fused": fused}
-    plain, ours = _model().cuda().to(dtype), _model().cuda().to(dtype)
+    plain, ours = gpu_model().cuda().to(dtype), gpu_model().cuda().to(dtype)
     naive = NaiveMasters([{"params": list(plain.parameters())}], AdamW, **options)
     opt = ZeroRedundancyOptimizer(
         ours.parameters(),
@@ -217,7 +202,6 @@ def _with_masters(dtype: torch.dtype, fused: bool, layout: str, with_module: boo
         bucket_bytes=100_000,
         **options,
     )
-    failures = []
     for step in range(10):
         if step == 5:  # what is written to a parameter counts
             for a, b, m in zip(plain.parameters(), ours.parameters(), naive.masters, strict=True):
@@ -229,9 +213,7 @@ def _with_masters(dtype: torch.dtype, fused: bool, layout: str, with_module: boo
         naive.step()
         opt.step()
         opt.zero_grad()
-        if not _same(plain, ours):
-            failures.append(f"parameters differ after step {step}")
-    return failures
+        _assert_same(plain, ours)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -249,14 +231,11 @@ def _with_masters(dtype: torch.dtype, fused: bool, layout: str, with_module: boo
 def test_masters_have_the_numbers_of_masters_that_nobody_shards(
     dtype: torch.dtype, fused: bool, backend: str, world_size: int, layout: str, with_module: bool
 ) -> None:
-    outcome = run_ranks(
-        _with_masters, world_size, dtype, fused, layout, with_module, backend=backend
-    )
-    assert outcome == [[]] * world_size
+    run_ranks(_with_masters, world_size, dtype, fused, layout, with_module, backend=backend)
 
 
-def _steps_without_waiting(policy: MixedPrecision) -> int:
-    model = _model().cuda().bfloat16()
+def _steps_without_waiting(policy: MixedPrecision) -> None:
+    model = gpu_model().cuda().bfloat16()
     opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, precision=policy, lr=1e-3, fused=True)
     for step in range(3):
         _gradients([model], step)
@@ -264,13 +243,12 @@ def _steps_without_waiting(policy: MixedPrecision) -> int:
         torch.cuda.set_sync_debug_mode("error" if step else "default")
         opt.step()
         torch.cuda.set_sync_debug_mode("default")
-    return 3
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_a_step_does_not_wait_for_the_device(stochastic: bool) -> None:
     policy = MixedPrecision(None if stochastic else torch.float32, stochastic_rounding=stochastic)
-    assert run_ranks(_steps_without_waiting, 1, policy, backend="nccl") == [3]
+    run_ranks(_steps_without_waiting, 1, policy, backend="nccl")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -285,7 +263,7 @@ def test_stochastic_rounding_draws_the_same_on_every_device(dtype: torch.dtype) 
 
 
 def _device_bytes() -> float:
-    """Bytes per element of the model, beside the pool that gradients travel through."""
+    """Bytes per element of the model, without the pool that gradients travel through."""
     width = 2048
     # cuBLAS keeps work space for each thread that uses it: forward's and backward's.
     first = nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16)

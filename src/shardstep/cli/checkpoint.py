@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal as show_nbytes
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -25,7 +27,6 @@ from shardstep import checkpoint as ckpt
 from shardstep.checkpoint.files import Progress as OnBytes
 from shardstep.checkpoint.files import Stages
 from shardstep.cli.checkpoint_tables import listing_report, printable, summary_report
-from shardstep.cli.sizes import parse_nbytes, show_nbytes
 
 app = typer.Typer(
     help="Inspect, verify, reshard, export and import checkpoints.",
@@ -37,6 +38,21 @@ Source = Annotated[Path, typer.Argument(metavar="PATH", help="The checkpoint.")]
 NoVerify = Annotated[
     bool, typer.Option("--no-verify", help="Do not compare files with their digests first.")
 ]
+
+
+def _parse_nbytes(text: str) -> int:
+    """Return the number of bytes that a text such as `5GB`, `500MB` or `2 GiB` means."""
+    match = re.fullmatch(r"([\d.]+)\s*(?:([KMGT])(I?))?B?", text.strip().upper())
+    try:
+        number, letter, binary = match.groups() if match else ("", None, None)
+        nbytes = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(letter or " "))
+    except (ValueError, OverflowError):
+        nbytes = 0
+    if nbytes < 1:
+        raise typer.BadParameter(
+            f"{text!r} is not a number of bytes such as 5GB", param_hint="--max-shard-size"
+        )
+    return nbytes
 
 
 class Layout(StrEnum):
@@ -58,11 +74,9 @@ class Form(StrEnum):
 def byte_progress(console: Console) -> Iterator[Stages]:
     """Yield a function that adds a bar, given a word and a number of bytes."""
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    quiet = not console.is_terminal
     with Progress(
-        TextColumn("{task.description:>8}"),
-        *columns,
-        console=console,
-        disable=not console.is_terminal,
+        TextColumn("{task.description:>8}"), *columns, console=console, disable=quiet
     ) as bars:
 
         def add_bar(stage: str, nbytes: int) -> OnBytes:
@@ -198,10 +212,7 @@ def export(
     """
     if model_only and optimizer_only:
         raise typer.BadParameter("--model-only and --optimizer-only exclude each other")
-    try:
-        nbytes = parse_nbytes(max_shard_size)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--max-shard-size") from None
+    nbytes = _parse_nbytes(max_shard_size)
     with _reporting() as stages:
         made = ckpt.export(
             path,

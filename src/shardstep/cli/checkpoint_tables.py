@@ -11,10 +11,9 @@ from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.filesize import decimal as show_nbytes
 from rich.table import Table
 from rich.text import Text
-
-from shardstep.cli.sizes import show_nbytes
 
 MAX_NAMES = 5
 MAX_WIDTH = 60
@@ -72,11 +71,8 @@ def listing_report(said: Mapping[str, Any]) -> RenderableType:
         )
     lines = [f"{_last(each['path'])}: not complete: {each['why']}" for each in said["damaged"]]
     for each in said["unfinished"]:
-        what = (
-            "a save is under way"
-            if each["under_way"]
-            else "left by a save that did not finish; the next save here removes it"
-        )
+        left = "left by a save that did not finish; the next save here removes it"
+        what = "a save is under way" if each["under_way"] else left
         lines.append(f"{_last(each['path'])}: {what}")
     return Group(table, *map(_text, lines))
 

@@ -7,7 +7,7 @@ rank cannot do them alone, and a pickled placeholder would look like saved state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,39 +17,23 @@ from shardstep.plan import Box, Interval, ParamSpec, boxes
 
 aten = torch.ops.aten
 
-_Chunk = tuple[int | None, tuple[int, ...], tuple[int, ...]]
-"""A box of the logical tensor: its first element in this rank's part, or None for the entire part;
-its offsets; its sizes."""
-
 
 class Placeholder(torch.Tensor):
     """A tensor of the optimizer state that is sharded across ranks.
 
     All data is in attributes, because staging for an asynchronous save copies them one by one.
-
-    Attributes:
-        label: description of the tensor for messages.
-        started: whether the optimizer has the tensor yet. If not, its absence is saved.
-        part: this rank's part, in use; None if it holds none.
-        form: shape and stride of this rank's part; None if it holds none.
-        home: device of this rank's part.
-        cut_stride: strides of the parameter that the part is cut from.
-        chunks: the boxes that make up the part.
-        reading: whether DCP is about to read into it.
-        room: memory to read into. It is not `part`, since a read may fail half way.
-        taken: whether `take_part` returned what was read.
     """
 
     label: str
-    started: bool
-    part: torch.Tensor | None
-    form: tuple[tuple[int, ...], tuple[int, ...]] | None
-    home: str
-    cut_stride: tuple[int, ...]
-    chunks: list[_Chunk]
-    reading: bool
-    room: torch.Tensor | None
-    taken: bool
+    started: bool  # or the optimizer has no such tensor yet, which is saved as its absence
+    home: str  # the device of this rank's part
+    part: torch.Tensor | None = None
+    form: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # shape and stride of the part
+    cut_stride: tuple[int, ...] = ()  # of the parameter that the part is cut from, if it is
+    chunks: Sequence[tuple[int, Box]] = ()  # the part's boxes, each with its first element
+    reading: bool = False
+    room: torch.Tensor | None = None  # to read into; not `part`, since a read may fail half way
+    taken: bool = False
 
     @staticmethod
     def __new__(
@@ -64,13 +48,7 @@ class Placeholder(torch.Tensor):
         self: Placeholder = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=device
         )
-        self.label = label
-        self.started = started
-        self.part = self.room = self.form = None
-        self.home = str(device)
-        self.cut_stride = ()
-        self.chunks = []
-        self.reading = self.taken = False
+        self.label, self.started, self.home = label, started, str(device)
         return self
 
     def hold(self, part: torch.Tensor, cut: tuple[Interval, ParamSpec] | None = None) -> None:
@@ -81,23 +59,17 @@ class Placeholder(torch.Tensor):
         self.part = part if self.started else None
         self.form = (tuple(part.shape), tuple(part.stride()))
         self.home = str(part.device)
-        if cut is None:
-            whole = Box.whole(self.shape)
-            self.chunks = [(None, whole.offsets, whole.sizes)]
-        else:
+        self.chunks = [(0, Box.whole(self.shape))]
+        if cut is not None and cut[0] != Interval(0, cut[1].numel):
             interval, spec = cut
             self.cut_stride = spec.stride
             self.chunks = [
-                (stretch.start - interval.start, box.offsets, box.sizes)
+                (stretch.start - interval.start, box)
                 for stretch, box in boxes(interval, spec.shape, spec.stride)
             ]
 
     def take_part(self) -> torch.Tensor | None:
-        """Return this rank's part as it was read, or a copy of `part` if nothing was read.
-
-        Raises:
-            RuntimeError: if it was taken before.
-        """
+        """Return this rank's part as it was read, once, or a copy of `part` if nothing was read."""
         if self.taken:
             raise RuntimeError(f"{self.label} was already taken from this dict; read it again")
         if not self.reading or self.form is None:
@@ -145,8 +117,8 @@ class Placeholder(torch.Tensor):
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for _, offsets, sizes in self.chunks
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for _, box in self.chunks
         ]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor | None:
@@ -154,12 +126,10 @@ class Placeholder(torch.Tensor):
         if index.offset is None:
             return None
         tensor = self._make_room() if self.reading else self.part
-        for start, offsets, sizes in self.chunks:
-            if offsets == tuple(index.offset) and tensor is not None:
-                if start is None:
-                    return tensor
-                first = tensor.storage_offset() + start
-                return tensor.as_strided(sizes, self.cut_stride, first)
+        for start, box in self.chunks:
+            if box.offsets == tuple(index.offset) and tensor is not None:
+                stride = self.cut_stride or tensor.stride()
+                return tensor.as_strided(box.sizes, stride, tensor.storage_offset() + start)
         raise ValueError(f"{self.label} has no box at {tuple(index.offset)} on this rank")
 
     # ------------------------------------------------------------------------------ all other uses
@@ -190,42 +160,33 @@ class Placeholder(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Copy it, to be written later; refuse all other operations."""
-        operation = _OPERATIONS.get(func.overloadpacket)
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if operation is None or not all(isinstance(tensor, Placeholder) for tensor in tensors):
-            found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
-            found[0].refuse(func.overloadpacket.__name__)
-        return operation(*tensors, device=(kwargs or {}).get("device"))
+        operation = func.overloadpacket
+        tensors: list[Any] = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        device = (kwargs or {}).get("device")
+        if operation in _COPIES and all(isinstance(tensor, cls) for tensor in tensors):
+            if operation is aten.detach:
+                return tensors[0]
+            if operation is aten.copy_:
+                return tensors[0].copy_part(tensors[1])
+            return tensors[0].make_like(device, with_part=operation is not aten.new_empty)
+        found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        found[0].refuse(operation.__name__)
+
+    def make_like(self, device: torch.device | None, with_part: bool) -> Placeholder:
+        """Make a placeholder for the same tensor, with memory for its part or without a part."""
+        made = Placeholder(self.label, self.shape, self.dtype, device or self.device, self.started)
+        if with_part:
+            made.form, made.cut_stride, made.chunks = self.form, self.cut_stride, self.chunks
+            if self.part is not None:
+                made.part = torch.empty_like(self.part, device=device)
+                made.home = str(made.part.device)
+        return made
+
+    def copy_part(self, source: Placeholder) -> Placeholder:
+        """Copy the part of a placeholder that this one was made like."""
+        if self.part is not None and source.part is not None:
+            self.part.copy_(source.part)
+        return self
 
 
-def _blank(source: Placeholder, device: torch.device | None) -> Placeholder:
-    """Make a placeholder for the same tensor; the caller sets its attributes."""
-    return Placeholder(
-        source.label, source.shape, source.dtype, device or source.device, source.started
-    )
-
-
-def _empty_like(source: Placeholder, device: torch.device | None) -> Placeholder:
-    """Make a placeholder for the same tensor, with memory for its part."""
-    made = _blank(source, device)
-    made.form, made.cut_stride, made.chunks = source.form, source.cut_stride, source.chunks
-    if source.part is not None:
-        made.part = torch.empty_like(source.part, device=device)
-        made.home = str(made.part.device)
-    return made
-
-
-def _copy(target: Placeholder, source: Placeholder, device: object) -> Placeholder:
-    """Copy the part of `source` into that of `target`, which was made like it."""
-    if target.part is not None and source.part is not None:
-        target.part.copy_(source.part)
-    return target
-
-
-_OPERATIONS: dict[Any, Callable[..., Placeholder]] = {
-    aten.new_empty: _blank,
-    aten.empty_like: _empty_like,
-    aten.zeros_like: _empty_like,
-    aten.copy_: _copy,
-    aten.detach: lambda source, device: source,
-}
+_COPIES = (aten.detach, aten.copy_, aten.new_empty, aten.empty_like, aten.zeros_like)

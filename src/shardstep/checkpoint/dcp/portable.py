@@ -47,16 +47,7 @@ def contains(value: Any, kinds: type | tuple[type, ...]) -> bool:
 
 
 def from_portable(node: Node, value: Any, owner: str) -> Any:
-    """Return the state of structure `node`, or None if it was saved as absent.
-
-    Args:
-        node: the structure of the state here.
-        value: the portable form that was read.
-        owner: whose state it is, for messages.
-
-    Raises:
-        ValueError: if it has another structure, or is only partly there.
-    """
+    """Return the state of structure `node`, or None if it was saved as absent."""
     reader = _Reader(owner)
     read = reader.walk(node, value, "")
     if reader.present and reader.absent:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +28,6 @@ from shardstep.comm.consensus import check_same_on_all_ranks
 from shardstep.local.multi_class import extras
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.names import strip_wrapper_prefixes
-from shardstep.plan import Interval
 from shardstep.state.missing_state import warn_of_missing_state
 from shardstep.state.named_dict import numbered
 from shardstep.state.state_dict import run_load_hooks, run_state_dict_hooks
@@ -75,22 +75,13 @@ class Sharded:
         self._param_names = param_names
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state. Called on every rank.
-
-        Raises:
-            RuntimeError: on every rank, if the state cannot be described.
-            TypeError: on every rank, for DTensor parameters.
-        """
+        """Return this rank's part of the state. Called on every rank."""
         return run_state_dict_hooks(
             self._optimizer, lambda: _make_sharded_dict(self._optimizer, self._param_names)
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what was read into `state_dict()`, or any full state dict. Called on every rank.
-
-        Raises:
-            ValueError: on every rank, if it does not fit.
-        """
+        """Load what was read into `state_dict()`, or any full state dict. Called on every rank."""
         parts = (state_dict.get("state"), state_dict.get("masters"))
         if isinstance(state_dict, _ShardedDict) or contains(parts, Placeholder):
             run_load_hooks(self._optimizer, state_dict, self._load_sharded)
@@ -140,19 +131,16 @@ def _make_sharded_dict(optimizer: ZeroRedundancyOptimizer, param_names: bool) ->
         if str(key) in state:
             raise RuntimeError(f"state {key!r}, of no parameter, has the name of a parameter")
         state[str(key)] = _make_global_state(described, f"state {key!r}, of no parameter")
-    groups: list[dict[str, Any]] = []
-    start = 0
+    remaining = iter(names)
+    groups = []
     for group in optimizer.param_groups:
-        stop = start + len(group["params"])
         options = {
             key: value.detach().clone() if isinstance(value, torch.Tensor) else value
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
-        groups.append({**options, "params": names[start:stop]})
-        if param_names:
-            groups[-1]["param_names"] = names[start:stop]
-        start = stop
+        own = list(islice(remaining, len(group["params"])))
+        groups.append({**options, "params": own, **({"param_names": own} if param_names else {})})
     made = _ShardedDict(state=state, param_groups=groups, **copy.deepcopy(extras(shards.optim)))
     if shards.precision.stochastic_rounding:
         made["rounding_step"] = shards.rounding_step
@@ -165,11 +153,10 @@ def _make_param_state(optimizer: ZeroRedundancyOptimizer, index: int, described:
     """Return a parameter's state: placeholders, and values that are small enough for all ranks."""
     kept, spec = described.kept, described.kept.spec
     interval = optimizer.plan.intervals(optimizer.rank).get(index)
-    number = -1
+    numbers = count()
 
     def make(leaf: Leaf) -> torch.Tensor:
-        nonlocal number
-        number += 1
+        number = next(numbers)
         device = torch.device("cpu") if leaf.on_cpu else optimizer.shards.params[index].device
         per_element = kept.per_element[number]
         if described.started and leaf.data is not None and not (per_element and kept.shared):
@@ -178,8 +165,7 @@ def _make_param_state(optimizer: ZeroRedundancyOptimizer, index: int, described:
         shape = spec.shape if per_element else leaf.shape
         placeholder = Placeholder(label, shape, leaf.dtype, device, described.started)
         if described.tensors:
-            entire = not per_element or interval == Interval(0, spec.numel)
-            cut = None if entire or interval is None else (interval, spec)
+            cut = (interval, spec) if per_element and interval is not None else None
             placeholder.hold(described.tensors[number], cut)
         return placeholder
 
@@ -188,16 +174,17 @@ def _make_param_state(optimizer: ZeroRedundancyOptimizer, index: int, described:
 
 def _make_global_state(described: GlobalState, label: str) -> Any:
     """Return state that belongs to no parameter: every rank has all of it."""
+    node, started = described
 
     def make(leaf: Leaf) -> torch.Tensor:
         tensor = leaf.empty(torch.device("cpu"))
-        if described.started:
+        if started:
             return tensor
-        placeholder = Placeholder(label, leaf.shape, leaf.dtype, tensor.device, False)
+        placeholder = Placeholder(label, leaf.shape, leaf.dtype, tensor.device, started)
         placeholder.hold(tensor)
         return placeholder
 
-    return to_portable(decode(described.node, make, wrap=_unwrap), described.started)
+    return to_portable(decode(node, make, wrap=_unwrap), started)
 
 
 def _unwrap(kind: str, inner: Mapping[str, Any], *described: Any) -> dict[str, Any]:
@@ -206,18 +193,16 @@ def _unwrap(kind: str, inner: Mapping[str, Any], *described: Any) -> dict[str, A
 
 
 def _make_masters(optimizer: ZeroRedundancyOptimizer, names: list[str]) -> dict[str, Placeholder]:
-    shards, specs = optimizer.shards, optimizer.plan.specs
-    held = optimizer.plan.intervals(optimizer.rank)
+    shards, held = optimizer.shards, optimizer.plan.intervals(optimizer.rank)
     own = shards.masters()
     masters = {}
     for index in sorted(shards.widened):
-        spec = specs[index]
-        dtype, device = shards.precision.step_dtype(spec.dtype), shards.params[index].device
+        spec, device = optimizer.plan.specs[index], shards.params[index].device
+        dtype = shards.precision.step_dtype(spec.dtype)
         label = f"the master of parameter {spec.name!r}"
-        masters[names[index]] = Placeholder(label, spec.shape, dtype, device, started=True)
+        made = masters[names[index]] = Placeholder(label, spec.shape, dtype, device, started=True)
         if index in own:
-            entire = held[index] == Interval(0, spec.numel)
-            masters[names[index]].hold(own[index], None if entire else (held[index], spec))
+            made.hold(own[index], (held[index], spec))
     return masters
 
 
@@ -235,20 +220,12 @@ def _names(optimizer: ZeroRedundancyOptimizer) -> list[str]:
 
 
 class _Share(NamedTuple):
-    """One rank's share of a sharded state dict.
-
-    Attributes:
-        states: its state by parameter number.
-        global_state: state that belongs to no parameter.
-        groups: the groups of all parameters, with numbers.
-        with_state: the parameters that have state on any rank.
-        masters: its masters by parameter number.
-    """
+    """One rank's share of a sharded state dict, by parameter number."""
 
     states: dict[int, Any]
     global_state: dict[Any, Any]
-    groups: list[dict[str, Any]]
-    with_state: set[int]
+    groups: list[dict[str, Any]]  # of all parameters
+    with_state: set[int]  # on any rank
     masters: dict[int, torch.Tensor]
 
 
@@ -274,8 +251,8 @@ def _read_share(optimizer: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any
                 share.with_state.add(index)
                 if index in held:
                     share.states[index] = value
-        for key, found in global_state.items():
-            value = from_portable(found.node, read.get(str(key)), f"state {key!r}")
+        for key, (node, _) in global_state.items():
+            value = from_portable(node, read.get(str(key)), f"state {key!r}")
             if value is not None:
                 share.global_state[key] = value
         for index in sorted(shards.masters()):

@@ -19,36 +19,19 @@ from shardstep.state.view import ShardView
 
 @dataclass(frozen=True, slots=True)
 class ParamState:
-    """The structure of one parameter's state.
-
-    Attributes:
-        kept: the structure on all ranks.
-        started: whether the state exists, or would after a step.
-        tensors: this rank's tensors, in order; empty if it holds nothing of the parameter.
-    """
+    """The structure of one parameter's state, and this rank's tensors of it, in order."""
 
     kept: Kept
-    started: bool
-    tensors: Sequence[torch.Tensor]
+    started: bool  # or it would exist after a step
+    tensors: Sequence[torch.Tensor]  # empty if this rank holds nothing of the parameter
 
 
-@dataclass(frozen=True, slots=True)
-class GlobalState:
-    """The structure of state of no parameter, and whether it exists or would after a step."""
-
-    node: Node
-    started: bool
+GlobalState = tuple[Node, bool]
+"""The structure of state of no parameter, and whether it is started."""
 
 
 def survey_state(shards: ShardView) -> tuple[dict[int, ParamState], dict[Any, GlobalState]]:
-    """Return the structure of all state, by parameter number and by key.
-
-    Called on every rank.
-
-    Raises:
-        RuntimeError, ValueError: on every rank, if the state cannot be described, or global state
-            differs between ranks.
-    """
+    """Return the structure of all state, by parameter number and by key. Called on every rank."""
     comm, plan = shards.comm, shards.plan
     held = [plan.intervals(rank) for rank in range(plan.world_size)]
     states = {index: state for index, state in shards.states().items() if state}
@@ -92,7 +75,7 @@ def _survey_global_state(
                     f"state {key!r} belongs to no parameter and is too large to compare between "
                     "ranks; save this optimizer with consolidate_state_dict() and state_dict()"
                 )
-            found[key] = GlobalState(node, key in existing)
+            found[key] = (node, key in existing)
             lines.append(f"state {key!r}, of no parameter: {json.dumps(node)}")
         return found, lines
 

@@ -62,16 +62,7 @@ def verify(path: str | os.PathLike[str], *, stages: Stages = no_stages) -> tuple
 
 
 def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, Any]:
-    """Return the optimizer's state dict.
-
-    Args:
-        checkpoint: the checkpoint.
-        named: whether keys are parameter names, as in full state dicts of
-            `torch.distributed.checkpoint`, instead of numbers, as in `torch.optim`.
-
-    Raises:
-        CheckpointError: if it has no optimizer, or no names for its parameters.
-    """
+    """Return the optimizer's state dict, keyed by names as in DCP, or by numbers as in torch."""
     saved = saved_optimizer(checkpoint, named=named)
     keys = {param.name: param.name if named else n for n, param in enumerate(saved.params)}
     state, masters = split_masters(
@@ -100,11 +91,7 @@ def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, 
 
 
 def model_dict(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the model's state dict; several names of one tensor share it.
-
-    Raises:
-        CheckpointError: if it has no model.
-    """
+    """Return the model's state dict; several names of one tensor share it."""
     saved = saved_model(checkpoint)
     found = {name: checkpoint.read_tensor(stored) for name, stored in saved.tensors.items()}
     found |= {name: found[other] for name, other in saved.aliases.items()}

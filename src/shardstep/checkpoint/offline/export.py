@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -96,18 +97,17 @@ def export(
             _check_torch(checkpoint, part, named)
         if verify:
             verify_files(checkpoint, stages)
-    goal = Path(out).absolute()
-    staging = Staging(goal)
-    try:
-        if to == "safetensors":
-            with Checkpoint(Path(path)) as checkpoint:
+        goal = Path(out).absolute()
+        staging = Staging(goal)
+        try:
+            if to == "safetensors":
                 _write_weights(checkpoint, staging.path, max_shard_nbytes, stages)
-            staging.publish()
-        else:
-            _write_torch(Path(path), staging.path, part, named, stages)
-            staging.publish(EXPORT)
-    finally:
-        staging.discard()
+                staging.publish()
+            else:
+                _write_torch(checkpoint, staging.path, part, named, stages)
+                staging.publish(EXPORT)
+        finally:
+            staging.discard()
     return goal
 
 
@@ -140,11 +140,10 @@ def _only(contents: Contents, part: Part) -> Contents:
     return contents
 
 
-def _write_torch(path: Path, folder: Path, part: Part, named: bool, stages: Stages) -> None:
-    with Checkpoint(path) as plain:
-        sizes = [stored.nbytes for _, stored in _only(plain.contents, part).tensors()]
+def _write_torch(opened: Checkpoint, folder: Path, part: Part, named: bool, stages: Stages) -> None:
+    sizes = [stored.nbytes for _, stored in _only(opened.contents, part).tensors()]
     mapped = _MappedFile(folder, sum(sizes), len(sizes), stages("reading", sum(sizes)))
-    with Checkpoint(path, mapped.allocate) as checkpoint:
+    with Checkpoint(opened.path, mapped.allocate) as checkpoint:
         value = _value(checkpoint, part, named)
     mapped.release()
     with _Sink(folder / EXPORT, mapped.release, stages("writing", sum(sizes))) as file:
@@ -153,13 +152,13 @@ def _write_torch(path: Path, folder: Path, part: Part, named: bool, stages: Stag
 
 
 def _value(checkpoint: Checkpoint, part: Part, named: bool) -> Any:
-    contents = checkpoint.contents
+    contents = _only(checkpoint.contents, part)
     value: dict[str, Any] = {}
-    if part == "model" or (part == "all" and contents.model is not None):
+    if contents.model is not None:
         value["model"] = model_dict(checkpoint)
-    if part == "optimizer" or (part == "all" and contents.optimizer is not None):
+    if contents.optimizer is not None:
         value["optimizer"] = optimizer_dict(checkpoint, named=named)
-    if part == "all" and contents.extra is not None:
+    if contents.extra is not None:
         value["extra"] = checkpoint.read_value(contents.extra)
     return value if part == "all" else value[part]
 
@@ -168,15 +167,6 @@ class _MappedFile:
     """Memory for tensors in an unnamed file, which the system can take back at any time.
 
     `torch.save` needs all tensors at once, however large they are.
-
-    Args:
-        folder: the folder of the file.
-        nbytes: bytes of all the tensors.
-        num_tensors: their number.
-        progress: receives the bytes of each tensor.
-
-    Raises:
-        OSError: if the disk is full.
     """
 
     def __init__(self, folder: Path, nbytes: int, num_tensors: int, progress: Progress) -> None:
@@ -207,13 +197,7 @@ class _MappedFile:
 
 
 class _Sink(io.FileIO):
-    """A new file for `torch.save` that releases memory as it is written.
-
-    Args:
-        path: the file.
-        release: called after every chunk.
-        progress: receives the bytes of every chunk.
-    """
+    """A new file for `torch.save`, which calls `release` after every chunk of a tensor."""
 
     def __init__(self, path: Path, release: Callable[[], None], progress: Progress) -> None:
         super().__init__(path, "xb")
@@ -221,7 +205,6 @@ class _Sink(io.FileIO):
         self._progress = progress
 
     def write(self, data: Buffer) -> int:
-        """Write all of it."""
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
@@ -251,19 +234,14 @@ def _write_weights(
     """Write the model's tensors, in as many files as it takes."""
     saved = saved_model(checkpoint)
 
-    def source(name: str) -> Source:
-        stored = saved.tensors[name]
-        return Streamed(
-            stored.dtype, stored.shape, lambda box, target: checkpoint.read_box(stored, box, target)
-        )
-
     shards: list[dict[str, Source]] = [{}]
     nbytes = 0
     for name, stored in saved.tensors.items():
         if shards[-1] and nbytes + stored.nbytes > max_shard_nbytes:
             shards.append({})
             nbytes = 0
-        shards[-1][name] = source(name)
+        read = partial(checkpoint.read_box, stored)
+        shards[-1][name] = Streamed(stored.dtype, stored.shape, read)
         nbytes += stored.nbytes
     # Hugging Face's loaders expect a tensor once, and its further names in the metadata.
     metadata = {**saved.aliases, "format": "pt"}

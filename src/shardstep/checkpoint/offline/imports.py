@@ -11,8 +11,10 @@ import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -78,22 +80,19 @@ def import_state_dict(
     """
     files = FileLayout(1, {0})
     try:
-        saved_model = None
+        saved_model = saved_optimizer = None
         if model is not None:
             if not model or not all(isinstance(name, str) for name in model):
                 raise CheckpointError("this is not a model's state dict: its keys are not names")
             tensors, aliases, rest = split_state_dict(_strip_names(model, "the model's state dict"))
             saved_model = _save_model(files, tensors, aliases, rest)
-        saved_optimizer = None
         if optimizer is not None:
             saved_optimizer = _save_optimizer(files, optimizer, saved_model, names, optimizer_class)
         saved_extra = None if extra is None else files.add_value("extra", extra)
     except TypeError as error:
         raise CheckpointError(str(error)) from error
-    maker = {**made_by(1), "imported": True}
-    return write_alone(
-        path, files, Contents(saved_optimizer, saved_model, saved_extra, maker), stages
-    )
+    contents = Contents(saved_optimizer, saved_model, saved_extra, _imported())
+    return write_alone(path, files, contents, stages)
 
 
 def import_file(
@@ -134,27 +133,23 @@ def import_file(
         if any(each is not None for each in (model_key, optimizer_key, names, optimizer_class)):
             raise ValueError(f"{source} has weights only; leave out keys, names and the class")
         return _import_safetensors(source, Path(path), stages)
-    found = _find_parts(source, _read_torch(source), model_key, optimizer_key)
+    optimizer, model, extra = _find_parts(source, _read_torch(source), model_key, optimizer_key)
     return import_state_dict(
         path,
-        found.optimizer,
-        found.model,
-        found.extra or None,
+        optimizer,
+        model,
+        extra or None,
         names=names,
         optimizer_class=optimizer_class,
         stages=stages,
     )
 
 
+def _imported() -> dict[str, Any]:
+    return {**made_by(1), "imported": True}
+
+
 # ------------------------------------------------------------------------- torch.save files
-
-
-class _Parts(NamedTuple):
-    """The parts of a file of `torch.save`."""
-
-    optimizer: Any
-    model: Any
-    extra: dict[Any, Any]
 
 
 def _read_torch(file: Path) -> Any:
@@ -175,8 +170,10 @@ def _read_torch(file: Path) -> Any:
         ) from error
 
 
-def _find_parts(file: Path, value: Any, model_key: str | None, optimizer_key: str | None) -> _Parts:
-    """Separate the model, the optimizer and the rest of a file."""
+def _find_parts(
+    file: Path, value: Any, model_key: str | None, optimizer_key: str | None
+) -> tuple[Any, Any, dict[Any, Any]]:
+    """Return the optimizer, the model and the rest of a file."""
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{file}: expected a state dict, got a {type(value).__name__}")
     keys = ", ".join(map(repr, value))
@@ -184,12 +181,12 @@ def _find_parts(file: Path, value: Any, model_key: str | None, optimizer_key: st
         if key is not None and key not in value:
             raise CheckpointError(f"{file}: has no {key!r}; it has {keys}")
     if model_key is None and optimizer_key is None and {"state", "param_groups"} <= value.keys():
-        return _Parts(value, None, {})
+        return value, None, {}
     model_key = model_key or next((key for key in MODEL_KEYS if key in value), None)
     optimizer_key = optimizer_key or next((key for key in OPTIMIZER_KEYS if key in value), None)
     if model_key is None and optimizer_key is None:
         if all(isinstance(each, torch.Tensor) for each in value.values()):
-            return _Parts(None, value, {})
+            return None, value, {}
         raise CheckpointError(
             f"{file}: neither a model nor an optimizer was found; name their keys, out of {keys}"
         )
@@ -209,7 +206,7 @@ def _find_parts(file: Path, value: Any, model_key: str | None, optimizer_key: st
         except TypeError as error:
             warnings.warn(f"{file}: {key!r} is left out: {error}", stacklevel=2)
             del rest[key]
-    return _Parts(optimizer, model, rest)
+    return optimizer, model, rest
 
 
 # ------------------------------------------------------------------------------ safetensors
@@ -228,13 +225,14 @@ def _import_safetensors(source: Path, path: Path, stages: Stages) -> Path:
             for name, entry in weights.entries.items():
                 if name in tensors:
                     raise CheckpointError(f"{file}: tensor {name!r} is in {file_of[name]} too")
-                tensors[name] = _stream(weights, name, entry.dtype, entry.shape)
+                form = (entry.dtype, entry.shape)
+                tensors[name] = Streamed(*form, partial(weights.read, name, *form))
                 file_of[name] = file.name
         for name, listed in index.items():
             if file_of.get(name) != listed:
                 raise CheckpointError(f"{source / listed}: there should be a tensor {name!r}")
         model = _save_model(files, _strip_names(tensors, str(source)), {}, {})
-        contents = Contents(model=model, made_by={**made_by(1), "imported": True})
+        contents = Contents(model=model, made_by=_imported())
         return write_alone(path, files, contents, stages)
 
 
@@ -254,10 +252,6 @@ def _weight_files(source: Path) -> tuple[list[Path], dict[str, str]]:
     if any(Path(name).name != name for name in names):
         raise CheckpointError(f"{source / HF_INDEX}: leads out of the folder")
     return [source / name for name in names], index
-
-
-def _stream(file: File, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Streamed:
-    return Streamed(dtype, shape, lambda box, target: file.read(name, dtype, shape, box, target))
 
 
 # ------------------------------------------------------------------------------ state dicts
@@ -294,15 +288,15 @@ def _save_optimizer(
     called = _param_names(groups, keys, names)
     positional = called is None
     called = called or [f"param {index}" for index in range(len(keys))]
-    params = []
-    for index, (key, name) in enumerate(zip(keys, called, strict=True)):
-        shape, dtype = _shape_and_dtype(name, state.get(key), None if positional else model)
-        params.append(_save_param(files, index, name, shape, dtype, state.get(key)))
-    saved_groups, start = [], 0
-    for number, group in enumerate(groups):
-        stop = start + len(group["params"])
-        saved_groups.append((tuple(called[start:stop]), add_options(files, number, group)))
-        start = stop
+    params = [
+        _save_param(files, index, name, state.get(key), None if positional else model)
+        for index, (key, name) in enumerate(zip(keys, called, strict=True))
+    ]
+    remaining = iter(called)
+    saved_groups = [
+        (tuple(islice(remaining, len(group["params"]))), add_options(files, number, group))
+        for number, group in enumerate(groups)
+    ]
     global_state = {key: value for key, value in state.items() if key not in set(keys)}
     if not all(isinstance(key, str) for key in global_state):
         raise CheckpointError(
@@ -393,13 +387,9 @@ def _shape_and_dtype(
 
 
 def _save_param(
-    files: FileLayout,
-    index: int,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    state: Any,
+    files: FileLayout, index: int, name: str, state: Any, model: SavedModel | None
 ) -> SavedParam:
+    shape, dtype = _shape_and_dtype(name, state, model)
     if state is None or (isinstance(state, Mapping) and not state):
         return SavedParam(name, shape, dtype, True, None, ())
     if not isinstance(state, Mapping):

@@ -1,4 +1,4 @@
-"""Share steps among offline commands: verify files, place tensors, write from one process."""
+"""Steps that offline commands share: verify all files, write those of all ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from shardstep.comm import SoloComm
 
 
 def verify_files(checkpoint: Checkpoint, stages: Stages) -> int:
-    """Compare every file with its digest, and return their bytes.
-
-    Raises:
-        CheckpointError: naming the first file that differs.
-    """
+    """Compare every file with its digest, and return their bytes."""
     nbytes = sum(digest.nbytes for digest in checkpoint.manifest.files.values())
     checkpoint.verify(progress=stages("checking", nbytes))
     return nbytes

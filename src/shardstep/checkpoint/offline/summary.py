@@ -47,7 +47,11 @@ def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str,
             "files": {name: digest.nbytes for name, digest in sorted(manifest.files.items())},
             "optimizer": contents.optimizer and _optimizer(checkpoint, contents.optimizer),
             "model": contents.model and _model(contents.model),
-            "extra": contents.extra and _extra(checkpoint, contents.extra),
+            "extra": contents.extra
+            and {
+                "nbytes": _tree_nbytes(contents.extra),
+                "value": _shown(checkpoint, contents.extra),
+            },
         }
         if tensors:
             said["tensors"] = [_tensor(name, stored) for name, stored in contents.tensors()]
@@ -64,7 +68,7 @@ def listing(parent: str | os.PathLike[str]) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; a checkpoint is one")
     complete = checkpoints(folder)
-    entries = []
+    entries: list[dict[str, Any]] = []
     damaged = [
         {"path": str(path), "why": _reason(path)}
         for path in sorted(folder.iterdir())
@@ -73,15 +77,14 @@ def listing(parent: str | os.PathLike[str]) -> dict[str, Any]:
     for path in complete:
         try:
             with Checkpoint(path) as checkpoint:
-                entries.append(
-                    {
-                        "path": str(path),
-                        "saved_at": _time(checkpoint.manifest),
-                        "nbytes": _nbytes(checkpoint.manifest),
-                        "made_by": checkpoint.contents.made_by,
-                        "newest": path == complete[-1],
-                    }
-                )
+                entry = {
+                    "path": str(path),
+                    "saved_at": _time(checkpoint.manifest),
+                    "nbytes": _nbytes(checkpoint.manifest),
+                    "made_by": checkpoint.contents.made_by,
+                    "newest": path == complete[-1],
+                }
+            entries.append(entry)
         except CheckpointError as error:
             damaged.append({"path": str(path), "why": str(error)})
     left = [{"path": str(path), "under_way": active} for path, active in leftovers(folder)]
@@ -133,11 +136,8 @@ def _optimizer(checkpoint: Checkpoint, saved: SavedOptimizer) -> dict[str, Any]:
         "parameters": len(saved.params),
         "trainable": sum(param.trainable for param in saved.params),
         "elements": sum(numel.values()),
-        "state_nbytes": sum(
-            _tree_nbytes(tree)
-            for tree in (*(param.state for param in saved.params), saved.global_state)
-            if tree is not None
-        ),
+        "state_nbytes": _tree_nbytes(saved.global_state)
+        + sum(_tree_nbytes(param.state) for param in saved.params if param.state is not None),
         "without_state": [
             param.name
             for param in saved.params
@@ -165,10 +165,6 @@ def _model(saved: SavedModel) -> dict[str, Any]:
     }
 
 
-def _extra(checkpoint: Checkpoint, saved: Tree) -> dict[str, Any]:
-    return {"nbytes": _tree_nbytes(saved), "value": _shown(checkpoint, saved)}
-
-
 def _tensor(name: str, stored: Stored) -> dict[str, Any]:
     return {
         "name": name,
@@ -188,15 +184,14 @@ def _tensor(name: str, stored: Stored) -> dict[str, Any]:
 
 
 def _tree_nbytes(tree: Tree) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves(tree.node))
+    return sum(leaf.nbytes for leaf in leaves(tree.node))
 
 
 def _shown(checkpoint: Checkpoint, tree: Tree) -> Any:
     """Return a value with a number or a description in place of each tensor."""
-    found = leaves(tree.node)
 
     def describe(number: int, node: Node) -> Node:
-        leaf = found[number]
+        (leaf,) = leaves(node)
         if leaf.data is not None and math.prod(leaf.shape) == 1:
             value = leaf.empty(torch.device("cpu")).item()
             return ["value", value if isinstance(value, (bool, int, float)) else str(value)]
