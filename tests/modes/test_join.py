@@ -1,9 +1,13 @@
-"""Ranks with fewer inputs than others do not hold them up: `Join` works as with torch's class."""
+"""Ranks with fewer inputs than others do not hold them up: a drop-in optimizer under `Join`.
+
+Gradients are set by hand and are the same at every step, so that a rank that has joined has the
+right ones. What is done under DDP is in `uneven`.
+"""
 
 from __future__ import annotations
 
-import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +15,9 @@ import torch
 import torch.distributed as dist
 from problems import LAYOUTS, copies, differing, make_params, set_gradients
 from ranks import raises_on_every_rank, run_ranks
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-from torch.nn.parallel import DistributedDataParallel
 
 from shardstep import ZeroRedundancyOptimizer
 
@@ -22,87 +25,47 @@ OPTIONS = {"lr": 0.05, "momentum": 0.9}
 COMBINATIONS = list(itertools.product(LAYOUTS, (False, True)))
 
 
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(13, 61), nn.Tanh(), nn.Linear(61, 29), nn.Linear(29, 3))
-
-
-def _data(steps: int) -> list[torch.Tensor]:
-    torch.manual_seed(10 + dist.get_rank())
-    return [torch.randn(4, 13) for _ in range(steps)]
-
-
 def _inputs() -> int:
-    """The last rank has the most; the first but one runs out before it."""
+    """The last rank has the most."""
     return 3 + 2 * dist.get_rank()
 
 
-def _with_ddp(divide_by_initial_world_size: bool) -> list[str]:
-    def run(make: Any) -> list[torch.Tensor]:
-        model = DistributedDataParallel(_model())
-        opt = make(model.parameters())
-        joinables = [model, opt] if isinstance(opt, Joinable) else [model]
-        with Join(joinables, divide_by_initial_world_size=divide_by_initial_world_size):
-            for x in _data(_inputs()):
-                opt.zero_grad()
-                model(x).square().mean().backward()
-                opt.step()
-        return copies(model.parameters())
-
-    # Ranks that joined early do not step an unsharded optimizer; at the end DDP gives everybody
-    # the parameters of the last rank to join, which took every step.
-    # (Torch's own ZeroRedundancyOptimizer is no measure here. DDP reduces for a joined rank, but
-    # not into its `grad`: that rank would go on updating its share with its own last gradients.)
-    expected = run(lambda params: optim.SGD(params, **OPTIONS))
-    results = {}
-    for layout, view in COMBINATIONS:
-        results[f"layout {layout}, view {view}"] = run(
-            lambda params, layout=layout, view=view: ZeroRedundancyOptimizer(
-                params, optim.SGD, None, view, layout=layout, **OPTIONS
-            )
-        )
-    return [name for name, got in results.items() if differing(expected, got)]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
-def test_uneven_inputs_under_ddp(world_size: int, divide_by_initial_world_size: bool) -> None:
-    failures = run_ranks(_with_ddp, world_size, divide_by_initial_world_size)
-    assert failures == [[]] * world_size
-
-
-def _alone() -> list[str]:
-    """Gradients are set by hand, and are the same at every step, so that a rank that has joined
-    has the right ones. (Torch's own class hangs when it is the first or only joinable.)"""
-
-    def run(make: Any) -> list[torch.Tensor]:
-        params = make_params(frozen=())
-        opt = make(params)
-        set_gradients(params, 0, missing=False)
-        with Join([opt]):
-            for _ in range(_inputs()):
-                opt.step()
-        return copies(params)
-
+def _params() -> list[nn.Parameter]:
     params = make_params(frozen=())
-    plain = optim.SGD(params, **OPTIONS)
     set_gradients(params, 0, missing=False)
-    for _ in range(3 + 2 * (dist.get_world_size() - 1)):
+    return params
+
+
+def _unsharded(steps: int) -> list[Tensor]:
+    params = _params()
+    plain = optim.SGD(params, **OPTIONS)
+    for _ in range(steps):
         plain.step()
-    expected = copies(params)
-    results = {}
-    for layout, view in COMBINATIONS:
-        results[f"layout {layout}, view {view}"] = run(
-            lambda params, layout=layout, view=view: ZeroRedundancyOptimizer(
-                params, optim.SGD, None, view, layout=layout, **OPTIONS
-            )
-        )
-    return [name for name, got in results.items() if differing(expected, got)]
+    return copies(params)
+
+
+def _most() -> int:
+    return 3 + 2 * (dist.get_world_size() - 1)
+
+
+def _joined(inputs: int, layout: str = "sliced", view: bool = False, **join: Any) -> list[Tensor]:
+    params = _params()
+    opt = ZeroRedundancyOptimizer(params, optim.SGD, None, view, layout=layout, **OPTIONS)
+    with Join([opt], **join):
+        for _ in range(inputs):
+            opt.step()
+    return copies(params)
+
+
+def _alone() -> list[list[int]]:
+    """Torch's own class hangs when it is the first or only joinable."""
+    expected = _unsharded(_most())
+    return [differing(expected, _joined(_inputs(), *each)) for each in COMBINATIONS]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_joined_ranks_go_on_updating_what_they_own(world_size: int) -> None:
-    assert run_ranks(_alone, world_size) == [[]] * world_size
+    assert run_ranks(_alone, world_size) == [[[]] * 4] * world_size
 
 
 class _Beat(Joinable):
@@ -126,13 +89,12 @@ class _Beat(Joinable):
         return dist.group.WORLD
 
 
-def _behind_another() -> list[str]:
-    """The second of two joinables, as DDP's companion is, and beside torch's own class."""
+def _behind_another() -> list[list[int]]:
+    """The second of two joinables, as it is with DDP."""
 
-    def run(make: Any) -> list[torch.Tensor]:
+    def run(make: Callable[[list[nn.Parameter]], Any]) -> list[Tensor]:
         params = make_params([(53, 17), (7,), (1009,), (1,)], frozen=())
-        opt = make(params)
-        beat = _Beat()
+        opt, beat = make(params), _Beat()
         set_gradients(params, 0, missing=False)
         with Join([beat, opt]):
             for _ in range(_inputs()):
@@ -140,88 +102,56 @@ def _behind_another() -> list[str]:
                 opt.step()
         return copies(params)
 
+    def ours(params: list[nn.Parameter], layout: str, view: bool) -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(params, optim.SGD, None, view, layout=layout, **OPTIONS)
+
     expected = run(lambda params: TorchZero(params, optim.SGD, **OPTIONS))
-    results = {}
-    for layout, view in COMBINATIONS:
-        results[f"layout {layout}, view {view}"] = run(
-            lambda params, layout=layout, view=view: ZeroRedundancyOptimizer(
-                params, optim.SGD, None, view, layout=layout, **OPTIONS
-            )
-        )
-    return [name for name, got in results.items() if differing(expected, got)]
+    return [
+        differing(expected, run(lambda params, each=each: ours(params, *each)))
+        for each in COMBINATIONS
+    ]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_joining_behind_another_joinable_equals_torchs_own_class(world_size: int) -> None:
-    assert run_ranks(_behind_another, world_size) == [[]] * world_size
+    assert run_ranks(_behind_another, world_size) == [[[]] * 4] * world_size
 
 
 def _inputs_the_other_way_round() -> list[int]:
     """Rank 0 goes on longest, and one rank has no input at all."""
-    params = make_params(frozen=())
-    opt = ZeroRedundancyOptimizer(params, optim.SGD, **OPTIONS)
-    set_gradients(params, 0, missing=False)
-    with Join([opt]):
-        for _ in range(2 * (opt.world_size - 1 - opt.rank)):
-            opt.step()
-    expected = make_params(frozen=())
-    plain = optim.SGD(expected, **OPTIONS)
-    set_gradients(expected, 0, missing=False)
-    for _ in range(2 * (opt.world_size - 1)):
-        plain.step()
-    return differing(expected, params)
+    last = dist.get_world_size() - 1
+    return differing(_unsharded(2 * last), _joined(2 * (last - dist.get_rank())))
 
 
 def test_a_rank_without_any_input_takes_every_step() -> None:
     assert run_ranks(_inputs_the_other_way_round, 3) == [[], [], []]
 
 
-def _even_inputs() -> list[int]:
-    params, expected = make_params(), make_params()
-    opt = ZeroRedundancyOptimizer(params, optim.SGD, **OPTIONS)
-    plain = optim.SGD(expected, **OPTIONS)
-    for enable in (True, False):
-        with Join([opt], enable=enable):
-            for step in range(3):
-                set_gradients(params, step)
-                set_gradients(expected, step)
-                opt.step()
-                plain.step()
-    return differing(expected, params)
+def _even_inputs() -> list[list[int]]:
+    return [differing(_unsharded(3), _joined(3, enable=enable)) for enable in (True, False)]
 
 
 def test_even_inputs_and_a_disabled_context_change_nothing() -> None:
-    assert run_ranks(_even_inputs, 2) == [[], []]
+    assert run_ranks(_even_inputs, 2) == [[[], []]] * 2
 
 
-def _two_optimizers() -> list[list[int]]:
-    params = make_params(frozen=())
+def _two_optimizers() -> list[int]:
+    params = _params()
     halves = [params[:4], params[4:]]
     opts = [ZeroRedundancyOptimizer(half, optim.SGD, **OPTIONS) for half in halves]
-    set_gradients(params, 0, missing=False)
     with Join(opts):
         for _ in range(_inputs()):
             for opt in opts:
                 opt.step()
-    expected = make_params(frozen=())
-    plain = optim.SGD(expected, **OPTIONS)
-    set_gradients(expected, 0, missing=False)
-    for _ in range(3 + 2 * (dist.get_world_size() - 1)):
-        plain.step()
-    return [differing(expected, params)]
+    return differing(_unsharded(_most()), params)
 
 
 def test_several_optimizers_join_together() -> None:
-    assert run_ranks(_two_optimizers, 2) == [[[]], [[]]]
+    assert run_ranks(_two_optimizers, 2) == [[], []]
 
 
 def _throwing() -> None:
-    params = make_params(frozen=())
-    opt = ZeroRedundancyOptimizer(params, optim.SGD, **OPTIONS)
-    set_gradients(params, 0, missing=False)
-    with Join([opt], throw_on_early_termination=True):
-        for _ in range(_inputs()):
-            opt.step()
+    _joined(_inputs(), throw_on_early_termination=True)
 
 
 def test_early_termination_can_be_an_error_on_every_rank() -> None:
@@ -233,90 +163,31 @@ def _in_a_subgroup() -> list[int]:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return []
-    params = make_params(frozen=())
+    params = _params()
     opt = ZeroRedundancyOptimizer(params, optim.SGD, group, **OPTIONS)
     assert opt.join_process_group is group
-    set_gradients(params, 0, missing=False)
     with Join([opt]):
         for _ in range(2 + opt.rank):
             opt.step()
-    expected = make_params(frozen=())
-    plain = optim.SGD(expected, **OPTIONS)
-    set_gradients(expected, 0, missing=False)
-    for _ in range(3):
-        plain.step()
-    return differing(expected, params)
+    return differing(_unsharded(3), params)
 
 
 def test_joining_within_a_subgroup() -> None:
     assert run_ranks(_in_a_subgroup, 3) == [[], [], []]
 
 
-def _properties() -> tuple[str, bool]:
-    opt = ZeroRedundancyOptimizer(make_params(), optim.SGD)
-    assert isinstance(opt, Joinable)
-    return str(opt.join_device), opt.join_process_group is dist.group.WORLD
-
-
-def test_join_device_and_process_group() -> None:
-    assert run_ranks(_properties, 2) == [("cpu", True)] * 2
-
-
-def _checkpoint_after_joining() -> list[int]:
+def _state_after_joining() -> list[int]:
     """Every rank has kept its part of the state current, so what is saved is the last step's."""
-    params = make_params(frozen=())
-    opt = ZeroRedundancyOptimizer(params, optim.Adam)
-    set_gradients(params, 0, missing=False)
+    opt = ZeroRedundancyOptimizer(_params(), optim.Adam)
+    assert isinstance(opt, Joinable)
+    assert (str(opt.join_device), opt.join_process_group) == ("cpu", dist.group.WORLD)
     with Join([opt]):
         for _ in range(_inputs()):
             opt.step()
     opt.consolidate_state_dict(to=0)
-    if opt.rank:
-        return []
-    state = copy.deepcopy(opt.state_dict())["state"]
+    state = {} if opt.rank else opt.state_dict()["state"]
     return sorted({int(entry["step"]) for entry in state.values()})
 
 
 def test_the_state_of_joined_ranks_is_current() -> None:
-    assert run_ranks(_checkpoint_after_joining, 2) == [[5], []]
-
-
-def _scheduled(with_module: bool) -> list[torch.Tensor]:
-    """A rank without data runs no scheduler; its share follows the others' learning rate."""
-    model = _model()
-    if with_module:
-        opt = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, module=model, **OPTIONS)
-        run: nn.Module = model
-        joinables: list[Joinable] = [opt]
-    else:
-        run = DistributedDataParallel(model)
-        opt = ZeroRedundancyOptimizer(run.parameters(), optim.SGD, **OPTIONS)
-        joinables = [run, opt]
-    scheduler = optim.lr_scheduler.ExponentialLR(opt, gamma=0.5)
-    with Join(joinables):
-        for x in _data(_inputs()):
-            opt.zero_grad()
-            run(x).square().mean().backward()
-            opt.step()
-            scheduler.step()
-    return copies(model.parameters())
-
-
-def _scheduled_unsharded() -> list[torch.Tensor]:
-    run = DistributedDataParallel(_model())
-    opt = optim.SGD(run.parameters(), **OPTIONS)
-    scheduler = optim.lr_scheduler.ExponentialLR(opt, gamma=0.5)
-    with Join([run]):
-        for x in _data(_inputs()):
-            opt.zero_grad()
-            run(x).square().mean().backward()
-            opt.step()
-            scheduler.step()
-    return copies(run.parameters())
-
-
-@pytest.mark.parametrize("with_module", [False, True])
-def test_a_rank_without_data_follows_the_others_learning_rate(with_module: bool) -> None:
-    expected = run_ranks(_scheduled_unsharded, 2)[1]
-    for got in run_ranks(_scheduled, 2, with_module):
-        assert not differing(expected, got)
+    assert run_ranks(_state_after_joining, 2) == [[5], []]

@@ -1,4 +1,4 @@
-"""Gradients add up, are cleared, are held back and are given up as they are under DDP."""
+"""When `module=` sends gradients, and what becomes of them when something goes wrong."""
 
 from __future__ import annotations
 
@@ -9,382 +9,27 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import BUFFERED
 from models import (
     ADAMW,
     MLP,
     MLP_PROBLEM,
-    PROBLEMS,
     SGD,
     ConvNet,
     Problem,
     Setup,
-    both,
-    failing,
     furthest,
     noise,
     rank,
     train,
-    unlike_ddp,
     with_ddp,
-    with_plain,
     with_zero,
     world_size,
 )
-from problems import copies, differing
+from problems import differing
 from ranks import raises_on_every_rank, run_ranks
 from torch import Tensor, nn
-
-Loop = Callable[[Setup], Any]
-FOREACH = (SGD[0], {**SGD[1], "foreach": True})
-
-# ----------------------------------------------------------------- loops that equal DDP to the bit
-
-
-def _hold_back(setup: Setup) -> list[Tensor]:
-    losses = []
-    for step in range(0, 9, 3):
-        with setup.no_sync():
-            losses += [setup.backward(step), setup.backward(step + 1)]
-        losses.append(setup.backward(step + 2))
-        setup.finish()
-    return losses
-
-
-def _hold_back_and_clear_through_the_module(setup: Setup) -> None:
-    for step in range(0, 9, 3):
-        with setup.no_sync():
-            setup.backward(step)
-        setup.backward(step + 1)
-        setup.opt.step()
-        setup.module.zero_grad()
-
-
-def _give_up_what_was_held_back(setup: Setup) -> None:
-    for step in range(0, 12, 4):
-        with setup.no_sync():
-            setup.backward(step)
-        setup.opt.zero_grad()
-        setup.backward(step + 1)
-        with setup.no_sync():
-            setup.backward(step + 2)
-        setup.module.zero_grad()
-        setup.backward(step + 3)
-        setup.finish()
-
-
-def _no_step_after_backward(setup: Setup) -> None:
-    for step in range(6):
-        setup.backward(step)
-        if step % 2:
-            setup.opt.step()
-        setup.opt.zero_grad()
-
-
-def _zero_in_place(setup: Setup) -> None:
-    for step in range(5):
-        setup.backward(step)
-        setup.opt.step()
-        setup.opt.zero_grad(set_to_none=False)
-    # No gradients have come since: momentum and weight decay go on.
-    setup.opt.step()
-
-
-def _hold_back_and_zero_in_place(setup: Setup) -> None:
-    """Some gradients have been sent and some not when all are cleared."""
-    for step in range(0, 9, 3):
-        setup.backward(step)
-        setup.module.get_submodule("layers.1").zero_grad()
-        with setup.no_sync():
-            setup.backward(step + 1)
-        setup.opt.zero_grad(set_to_none=False)
-        setup.backward(step + 2)
-        setup.finish()
-
-
-def _zero_what_was_held_back_and_step(setup: Setup) -> None:
-    """A gradient of zero, in which nothing was ever sent, is one: weight decay goes on."""
-    for step in range(0, 6, 2):
-        with setup.no_sync():
-            setup.backward(step)
-        clear = setup.module if step else setup.opt
-        clear.zero_grad(set_to_none=False)
-        setup.finish()
-        setup.backward(step + 1)
-        setup.finish()
-
-
-def _zero_in_place_through_the_module(setup: Setup) -> None:
-    for step in range(5):
-        setup.backward(step)
-        setup.opt.step()
-        setup.module.zero_grad(set_to_none=False)
-
-
-def _zero_through_the_module(setup: Setup) -> None:
-    for step in range(5):
-        setup.module.zero_grad()
-        setup.backward(step)
-        setup.opt.step()
-
-
-def _step_twice_on_the_same_gradients(setup: Setup) -> None:
-    for step in range(4):
-        setup.backward(step)
-        setup.opt.step()
-        setup.finish()
-
-
-def _step_without_gradients(setup: Setup) -> None:
-    for step in range(4):
-        setup.finish()
-        setup.backward(step)
-        setup.finish()
-
-
-def _forward_without_backward(setup: Setup) -> list[Tensor]:
-    seen = []
-    for step in range(5):
-        with torch.no_grad():
-            seen.append(MLP_PROBLEM.loss(setup.module, 30 + step))
-        setup.module.eval()
-        seen.append(MLP_PROBLEM.loss(setup.module, 31 + step))
-        setup.module.train()
-        setup.backward(step)
-        setup.finish()
-        with torch.no_grad():
-            seen.append(MLP_PROBLEM.loss(setup.module, 30 + step))
-    return seen
-
-
-def _retained_graph(setup: Setup) -> None:
-    """The second pass adds to what the first has left: the mean of it is not taken twice."""
-    for step in range(4):
-        loss = MLP_PROBLEM.loss(setup.model, step)
-        with setup.no_sync():
-            loss.backward(retain_graph=True)
-        setup.opt.zero_grad()
-        setup.backward(step)
-        setup.finish()
-
-
-def _closure(setup: Setup) -> list[Tensor]:
-    losses = []
-    for step in range(4):
-
-        def evaluate(step: int = step) -> Tensor:
-            setup.opt.zero_grad()
-            loss = MLP_PROBLEM.loss(setup.model, step)
-            loss.backward()
-            return loss
-
-        losses.append(setup.opt.step(evaluate).detach())
-    return losses
-
-
-def _clear_some_by_hand(setup: Setup) -> None:
-    """What is cleared between backward and step, with clipping or without, is left alone."""
-    layers = setup.module.get_submodule("layers")
-    for step in range(6):
-        setup.backward(step)
-        if step % 3 == 1:
-            setup.clip(1e9)
-        if step % 2:
-            for param in (*layers[1].parameters(), *layers[4].parameters()):
-                param.grad = None
-        setup.finish()
-
-
-def _replace_by_hand(setup: Setup) -> None:
-    """What the user puts into `grad` counts, the same on all ranks here."""
-    weight = setup.module.get_parameter("layers.1.weight")
-    for step in range(4):
-        setup.backward(step)
-        if step == 2:
-            setup.clip(1e9)
-        weight.grad = noise(step, *weight.shape, of=0)
-        setup.finish()
-
-
-def _step_on_what_was_held_back_alone(setup: Setup) -> None:
-    """Under DDP these are each rank's own: all ranks have the same batches here."""
-    for step in range(6):
-        with setup.no_sync():
-            setup.model(noise(step, 6, 16, of=0)).square().mean().backward()
-        if step == 2:
-            setup.clip(1e9)
-            with setup.no_sync():
-                setup.model(noise(9, 6, 16, of=0)).square().mean().backward()
-        setup.opt.step()
-        if step < 4:
-            setup.opt.zero_grad(set_to_none=False)
-
-
-def _look_and_step_while_holding_back(setup: Setup) -> None:
-    """As above, all ranks have the same batches."""
-
-    def backward(step: int) -> None:
-        setup.model(noise(step, 6, 16, of=0)).square().mean().backward()
-
-    for step in range(0, 9, 3):
-        with setup.no_sync():
-            backward(step)
-            setup.clip(1e9)
-            backward(step + 1)
-            setup.opt.step()
-            backward(step + 2)
-        setup.finish()
-
-
-def _partial_backward(setup: Setup) -> None:
-    """Only some parameters are asked for."""
-    last = setup.module.get_submodule("layers.4")
-    for step in range(4):
-        with setup.no_sync():
-            loss = MLP_PROBLEM.loss(setup.model, step)
-            loss.backward(inputs=list(last.parameters()))
-        setup.opt.zero_grad()
-        setup.backward(step)
-        setup.finish()
-
-
-TO_THE_BIT: list[Loop] = [
-    _hold_back,
-    _hold_back_and_clear_through_the_module,
-    _give_up_what_was_held_back,
-    _no_step_after_backward,
-    _zero_in_place,
-    _hold_back_and_zero_in_place,
-    _zero_what_was_held_back_and_step,
-    _zero_in_place_through_the_module,
-    _zero_through_the_module,
-    _step_twice_on_the_same_gradients,
-    _step_without_gradients,
-    _forward_without_backward,
-    _retained_graph,
-    _closure,
-    _clear_some_by_hand,
-    _replace_by_hand,
-    _partial_backward,
-    _step_on_what_was_held_back_alone,
-    _look_and_step_while_holding_back,
-]
-
-
-def _zero_what_was_held_back_for_the_first_time(setup: Setup) -> None:
-    """Branch 0 had no gradient in the pass that was sent, and one of zeros then."""
-    for step in range(0, 6, 2):
-        setup.model(noise(step, 6, 16), [1]).square().mean().backward()
-        with setup.no_sync():
-            setup.model(noise(step + 1, 6, 16), [0]).square().mean().backward()
-        setup.opt.zero_grad(set_to_none=False)
-        setup.finish()
-        setup.model(noise(step, 6, 16), [0]).square().mean().backward()
-        setup.finish()
-
-
-def _run_to_the_bit(overlap: bool) -> list[str]:
-    return (
-        failing(
-            (f"{loop.__name__}, {kind[0].__name__}", unlike_ddp(loop, kind=kind, overlap=overlap))
-            for loop in TO_THE_BIT
-            for kind in (SGD, ADAMW)
-        )
-        + failing(
-            (f"{loop.__name__}, foreach", unlike_ddp(loop, kind=FOREACH, overlap=overlap))
-            for loop in (
-                _zero_in_place,
-                _hold_back_and_zero_in_place,
-                _zero_what_was_held_back_and_step,
-            )
-        )
-        + failing(
-            (loop.__name__, unlike_ddp(loop, PROBLEMS["branching"], SGD, overlap=overlap))
-            for loop in (_zero_what_was_held_back_for_the_first_time,)
-        )
-    )
-
-
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_holding_back_clearing_and_giving_up_gradients_equals_ddp_to_the_bit(overlap: bool) -> None:
-    assert run_ranks(_run_to_the_bit, 2, overlap) == [[], []]
-
-
-# ---------------------------------------------------------- loops that equal DDP but for rounding
-# DDP adds the next gradient to the mean of the last before it takes the mean of both; here the mean
-# of each is taken before they are added.
-
-
-def _several_backward_passes(setup: Setup) -> None:
-    for step in range(0, 9, 3):
-        for each in range(3):
-            setup.backward(step + each)
-        setup.finish()
-
-
-def _never_cleared(setup: Setup) -> None:
-    for step in range(5):
-        setup.backward(step)
-        setup.clip(0.5)
-        setup.opt.step()
-
-
-def _held_back_after_a_sent_one(setup: Setup) -> None:
-    for step in range(0, 9, 3):
-        setup.backward(step)
-        with setup.no_sync():
-            setup.backward(step + 1)
-        setup.backward(step + 2)
-        setup.finish()
-
-
-def _added_up_after_giving_up(setup: Setup) -> None:
-    """What was held back and given up must not come back with a later pass."""
-    for step in range(0, 12, 4):
-        setup.backward(step)
-        with setup.no_sync():
-            setup.backward(step + 1)
-        setup.module.zero_grad()
-        setup.backward(step + 2)
-        setup.backward(step + 3)
-        setup.finish()
-
-
-def _partly_cleared(setup: Setup) -> None:
-    """A branch is cleared by hand and not taken again: it has no gradient, whoever took it before.
-
-    With weight decay and momentum, a gradient of zeros would be seen.
-    """
-    branches = setup.module.get_submodule("branches")
-    for step in range(0, 8, 2):
-        setup.model(noise(step, 6, 16), [0, 1, 2]).square().mean().backward()
-        setup.opt.step()
-        branches[1].zero_grad()
-        branches[2].zero_grad()
-        taken = [0, 2] if rank() == 1 else [0]
-        setup.model(noise(step + 1, 6, 16), taken).square().mean().backward()
-        setup.finish()
-
-
-def _run_close() -> list[str]:
-    def far(loop: Loop, **options: Any) -> float:
-        found = furthest(*both(loop, kind=SGD, **options))
-        return found if found > 1e-5 else 0.0
-
-    loops: list[Loop] = [
-        _several_backward_passes,
-        _never_cleared,
-        _held_back_after_a_sent_one,
-        _added_up_after_giving_up,
-    ]
-    partly = PROBLEMS["branching"]
-    return failing(
-        [(loop.__name__, far(loop)) for loop in loops]
-        + [("partly cleared", far(_partly_cleared, problem=partly))]
-    )
-
-
-def test_gradients_that_are_not_cleared_add_up() -> None:
-    assert run_ranks(_run_close, 2) == [[], []]
+from traffic import Traffic, counted
 
 
 def _run_on_the_mean(loss: Callable[..., Tensor]) -> list[str]:
@@ -438,25 +83,25 @@ def test_the_gradient_is_the_mean_over_ranks_however_often_the_graph_is_walked(l
 # --------------------------------------------------------------------------------- what is sent
 
 
-def _sent(setup: Setup) -> int:
-    return int(setup.opt.shards.comm.ledger.calls["reduce_scatter"])
+def _counted(problem: Problem = MLP_PROBLEM) -> tuple[Setup, Traffic]:
+    with counted() as traffic:
+        return with_zero(problem.fresh(), SGD), traffic
 
 
 def _held_back_is_not_sent() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    zero, traffic = _counted()
     num_buckets = len(zero.opt.plan.training_buckets)
     assert num_buckets >= 3
 
-    before = dict(zero.opt.shards.comm.ledger.calls)
+    traffic.reset()
     with zero.no_sync():
         for step in range(3):
             zero.backward(step)
-    found["sent under no_sync"] = dict(zero.opt.shards.comm.ledger.calls) == before
-    before_sync = _sent(zero)
+    found["nothing sent under no_sync"] = not traffic.calls
     zero.backward(3)
     zero.opt.step()
-    found["one round"] = _sent(zero) - before_sync == num_buckets
+    found["one round"] = traffic.calls["reduce_scatter"] == num_buckets
 
     # One batch of four times the size has the same gradient, but for the order of its sums.
     whole = with_zero(MLP_PROBLEM.fresh(), SGD)
@@ -466,13 +111,13 @@ def _held_back_is_not_sent() -> dict[str, Any]:
     found["equals one large batch"] = furthest(whole.params, zero.params) < 1e-5
 
     # The step sends what no backward pass has sent, and to the same numbers.
-    late = with_zero(MLP_PROBLEM.fresh(), SGD)
+    late, traffic = _counted()
     with late.no_sync():
         for step in range(4):
             late.backward(step)
-    assert _sent(late) == 0
+    assert traffic.calls["reduce_scatter"] == 0
     late.opt.step()
-    found["the step sends"] = _sent(late) == num_buckets
+    found["the step sends"] = traffic.calls["reduce_scatter"] == num_buckets
     found["same numbers"] = not differing(zero.params, late.params)
     return found
 
@@ -485,17 +130,17 @@ def test_what_is_held_back_is_sent_once_by_the_next_backward_or_the_step() -> No
 def _freeze_and_hold_back() -> dict[str, Any]:
     """The first forward pass after a parameter was frozen, or unfrozen, is held back."""
     found: dict[str, Any] = {}
-    noticed, late = (with_zero(MLP_PROBLEM.fresh(), SGD) for _ in range(2))
+    (noticed, first), (late, second) = _counted(), _counted()
     for step, trains in ((0, True), (3, False), (6, True)):
         for setup in (noticed, late):
             setup.module.get_submodule("layers.2").requires_grad_(trains)
         noticed.opt.zero_grad()  # which follows the change
-        for setup in (noticed, late):
-            before = _sent(setup)
+        for setup, traffic in ((noticed, first), (late, second)):
+            traffic.reset()
             with setup.no_sync():
                 setup.backward(step)
                 setup.backward(step + 1)
-            found[f"nothing sent from step {step} on"] = _sent(setup) == before
+            found[f"nothing sent from step {step} on"] = not traffic.calls["reduce_scatter"]
             setup.backward(step + 2)
             setup.finish()
     found["same numbers"] = not differing(noticed.params, late.params)
@@ -537,45 +182,22 @@ def test_ranks_that_hold_nothing_back_do_not_wait_for_one_that_would_lose_it() -
     )
 
 
-class _Counted(nn.Module):
-    """Has a buffer that every forward pass on every rank changes in its own way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = MLP()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(self.body(x))
-        return out
-
-
-def _buffers_under_no_sync() -> dict[str, Any]:
-    problem = Problem(_Counted, lambda model, step: model(noise(step, 6, 16)).square().mean())
-    ddp, zero = with_ddp(problem.fresh(), SGD), with_zero(problem.fresh(), SGD)
+def _buffers_under_no_sync() -> bool:
+    zero, traffic = _counted(BUFFERED)
     quiet = True
     for step in range(0, 9, 3):
-        for setup in (ddp, zero):
-            with setup.no_sync():
-                before = dict(zero.opt.shards.comm.ledger.calls)
-                setup.backward(step, problem)
-                setup.backward(step + 1, problem)
-                quiet &= dict(zero.opt.shards.comm.ledger.calls) == before
-            setup.backward(step + 2, problem)
-            setup.finish()
-    for setup in (ddp, zero):
-        problem.loss(setup.model, 99)
-    buffers = differing(list(ddp.module.buffers()), list(zero.module.buffers()))
-    return {
-        "quiet": quiet,
-        "same parameters": not differing(ddp.params, zero.params),
-        "same buffers": not buffers,
-    }
+        traffic.reset()
+        with zero.no_sync():
+            zero.backward(step, BUFFERED)
+            zero.backward(step + 1, BUFFERED)
+        quiet &= not traffic.calls
+        zero.backward(step + 2, BUFFERED)
+        zero.finish()
+    return quiet
 
 
 def test_under_no_sync_buffers_are_not_sent_either() -> None:
-    for found in run_ranks(_buffers_under_no_sync, 2):
-        assert all(found.values()), found
+    assert run_ranks(_buffers_under_no_sync, 2) == [True, True]
 
 
 # ------------------------------------------------------------------- when something goes wrong
@@ -729,26 +351,6 @@ def test_a_rank_without_any_gradient_takes_part_with_zeros() -> None:
     assert run_ranks(_nothing_here, 2) == [[], []]
 
 
-def test_one_rank_adds_up_and_clears_as_the_plain_optimizer_does() -> None:
-    loops = [
-        _no_step_after_backward,
-        _zero_in_place,
-        _zero_in_place_through_the_module,
-        _zero_through_the_module,
-        _step_twice_on_the_same_gradients,
-        _closure,
-        _clear_some_by_hand,
-        _replace_by_hand,
-        _several_backward_passes,
-        _never_cleared,
-    ]
-    for loop in loops:
-        for kind in (SGD, ADAMW, FOREACH):
-            plain, zero = (make(MLP_PROBLEM.fresh(), kind) for make in (with_plain, with_zero))
-            seen = [[*copies(loop(setup) or []), *setup.params] for setup in (plain, zero)]
-            assert differing(*seen) == [], f"{loop.__name__}, {kind}"
-
-
 def _freeze(module: nn.Module) -> None:
     module.get_submodule("one").requires_grad_(False)
 
@@ -797,27 +399,3 @@ def _changed_while_there_are_no_gradients() -> list[str]:
 def test_what_changes_while_there_are_no_gradients_is_followed_by_whatever_comes_next() -> None:
     """No rank had a gradient, and no stand-in for one is left that somebody takes for one."""
     assert run_ranks(_changed_while_there_are_no_gradients, 2) == [[], []]
-
-
-def _hold_back_after_freezing(setup: Setup) -> list[Tensor]:
-    """Whether before `no_sync` or within it, what is frozen is noticed in the next forward."""
-    branching, part = PROBLEMS["branching"], setup.module.get_submodule("stem")
-    losses = train(setup, branching, range(1))
-    for step in range(4, 16, 4):
-        if step != 8:
-            part.requires_grad_(step == 12)
-        with setup.no_sync():
-            if step == 8:
-                part = setup.module.get_submodule("branches.0").requires_grad_(False)
-            losses += [setup.backward(step, branching), setup.backward(step + 1, branching)]
-        losses.append(setup.backward(step + 2, branching))
-        setup.finish()
-    return losses
-
-
-def _unlike_ddp_after_freezing() -> list[int]:
-    return unlike_ddp(_hold_back_after_freezing, PROBLEMS["branching"], SGD)
-
-
-def test_gradients_are_held_back_after_freezing_as_well() -> None:
-    assert run_ranks(_unlike_ddp_after_freezing, 2) == [[], []]

@@ -1,5 +1,4 @@
-"""Uneven inputs with `module=`: ranks that have run out of data count with zeros in a mean over all
-ranks, go on owning their part of the state, and have the model of all others in the end."""
+"""Uneven inputs with `module=`: what goes beyond the scenarios that equal DDP."""
 
 from __future__ import annotations
 
@@ -15,10 +14,6 @@ from models import (
     MLP_PROBLEM,
     PROBLEMS,
     SGD,
-    Branching,
-    Kind,
-    Problem,
-    Setup,
     furthest,
     noise,
     rank,
@@ -28,7 +23,6 @@ from models import (
 from problems import copies, differing
 from ranks import raises_on_every_rank, run_ranks
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.distributed.algorithms.join import Join
 
 from shardstep import ZeroRedundancyOptimizer
@@ -41,159 +35,8 @@ def _mlp_loss(model: nn.Module, step: int, of: int) -> Tensor:
     return loss
 
 
-def _conv_loss(model: nn.Module, step: int, of: int) -> Tensor:
-    loss: Tensor = model(noise(step, 4, 3, 6, 6, of=of)).square().mean()
-    return loss
-
-
-def _branch_loss(model: nn.Module, step: int, of: int) -> Tensor:
-    """The last rank, which goes on longest, takes a branch that nobody else does."""
-    taken = [step % 2] + ([2] if of == world_size() - 1 else [])
-    loss: Tensor = model(noise(step, 6, 16, of=of), taken).square().mean()
-    return loss
-
-
-TRAINED: dict[str, tuple[Problem, Loss]] = {
-    "mlp": (MLP_PROBLEM, _mlp_loss),
-    "conv": (PROBLEMS["conv"], _conv_loss),
-    "branching": (Problem(Branching, MLP_PROBLEM.loss), _branch_loss),
-}
-
-
 def _num_inputs(of: int, reverse: bool) -> int:
     return 3 + 2 * (world_size() - 1 - of if reverse else of)
-
-
-def _scaled_loss(loss: Tensor, step: int, of: int) -> Tensor:
-    """At one step a rank that still has data has an infinity."""
-    return loss * float("inf") if step == 4 and of in (1, world_size() - 1) else loss
-
-
-def _with_join(setup: Setup, loss: Loss, way: str, reverse: bool) -> None:
-    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=way == "scaler")
-    with Join([setup.opt]):
-        for step in range(_num_inputs(rank(), reverse)):
-            if way == "accumulate":
-                with setup.opt.no_sync():
-                    loss(setup.model, step + 100, rank()).backward()
-                loss(setup.model, step + 200, rank()).backward()
-            value = loss(setup.model, step, rank())
-            if way == "scaler":
-                value = _scaled_loss(value, step, rank())
-            scaler.scale(value).backward()
-            if way in ("clip", "scaler"):
-                scaler.unscale_(setup.opt)
-                setup.clip(0.05)
-            scaler.step(setup.opt)
-            scaler.update()
-            if way == "through the module":
-                setup.module.zero_grad()
-            else:
-                setup.opt.zero_grad(set_to_none=way != "zero in place")
-
-
-def _simulated(module: nn.Module, kind: Kind, loss: Loss, way: str, reverse: bool) -> nn.Module:
-    """One process that computes every rank's gradients."""
-    opt = kind[0](module.parameters(), **kind[1])
-    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=way == "scaler")
-    ranks = range(world_size())
-    for step in range(max(_num_inputs(r, reverse) for r in ranks)):
-        active = [r for r in ranks if _num_inputs(r, reverse) > step]
-        source: nn.Module | None = None
-        for of in active:
-            replica = copy.deepcopy(module)
-            for param in replica.parameters():
-                param.grad = None
-            at = [step + 100, step + 200, step] if way == "accumulate" else [step]
-            for each in at:
-                value = loss(replica, each, of)
-                if way == "scaler":
-                    value = _scaled_loss(value, each, of)
-                scaler.scale(value).backward()
-            for ours, theirs in zip(module.parameters(), replica.parameters(), strict=True):
-                if theirs.grad is not None:
-                    part = theirs.grad / len(ranks)
-                    ours.grad = part if ours.grad is None else ours.grad + part
-            source = source or replica
-        if way in ("clip", "scaler"):
-            scaler.unscale_(opt)
-            nn.utils.clip_grad_norm_(module.parameters(), 0.05)
-        scaler.step(opt)
-        scaler.update()
-        assert source is not None
-        for buffer, current in zip(module.buffers(), source.buffers(), strict=True):
-            buffer.copy_(current)
-        opt.zero_grad(set_to_none=way != "zero in place")
-    return module
-
-
-def _uneven(name: str, ways: list[str]) -> tuple[list[str], list[Tensor]]:
-    problem, loss = TRAINED[name]
-    failures = []
-    seen: list[Tensor] = []
-    for way in ways:
-        for reverse in (False, True):
-            for layout, kind in (("sliced", SGD), ("whole", ADAMW)):
-                zero = with_zero(problem.fresh(), kind, layout=layout)
-                oracle = copy.deepcopy(zero.module)
-                _with_join(zero, loss, way, reverse)
-                with torch.random.fork_rng():
-                    expected = _simulated(oracle, kind, loss, way, reverse)
-                what = f"{name}, {way}, reverse {reverse}, {layout}"
-                # AdamW divides what rounding there is by the size of the gradient.
-                far = furthest(copies(expected.parameters()), zero.params)
-                if far > (1e-5 if kind is SGD else 2e-3):
-                    failures.append(f"{what}: parameters differ by {far}")
-                for a, b in zip(expected.buffers(), zero.module.buffers(), strict=True):
-                    if not torch.allclose(a, b, rtol=1e-4, atol=1e-6):
-                        failures.append(f"{what}: buffers")
-                seen += zero.params + copies(zero.module.buffers())
-    return failures, seen
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(
-    ("name", "ways"),
-    [
-        ("mlp", ["plain", "zero in place", "through the module", "clip", "scaler", "accumulate"]),
-        ("conv", ["plain", "clip"]),
-        ("branching", ["plain", "scaler"]),
-    ],
-)
-def test_uneven_inputs_equal_a_mean_with_zeros_and_leave_all_ranks_alike(
-    world_size: int, name: str, ways: list[str]
-) -> None:
-    outcomes = run_ranks(_uneven, world_size, name, ways)
-    for failures, seen in outcomes:
-        assert failures == []
-        assert differing(outcomes[0][1], seen) == []
-
-
-def _even() -> list[str]:
-    """With as many inputs everywhere, and with the context disabled, nothing changes."""
-    failures = []
-    for enable in (True, False):
-        joined, free = (with_zero(MLP_PROBLEM.fresh(), SGD) for _ in range(2))
-        with Join([joined.opt], enable=enable):
-            for step in range(3):
-                joined.backward(step)
-                joined.clip(0.1)
-                joined.finish()
-        for step in range(3):
-            free.backward(step)
-            free.clip(0.1)
-            free.finish()
-        # The optimizer goes on without the context.
-        for setup in (joined, free):
-            setup.backward(4)
-            setup.finish()
-        if differing(free.params, joined.params):
-            failures.append(f"enable {enable}")
-    return failures
-
-
-def test_even_inputs_and_a_disabled_context_change_nothing_to_the_bit() -> None:
-    assert run_ranks(_even, 2) == [[], []]
 
 
 def _nothing_at_all() -> list[Tensor]:
@@ -214,6 +57,31 @@ def _nothing_at_all() -> list[Tensor]:
 def test_a_rank_without_any_input_takes_every_step() -> None:
     here, there = run_ranks(_nothing_at_all, 2)
     assert differing(here, there) == []
+
+
+def _buffers_around_forward(reverse: bool) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Return the buffers before and after each forward pass, the final ones behind the first."""
+    zero, conv = with_zero(PROBLEMS["conv"].fresh(), SGD), PROBLEMS["conv"]
+    before: list[list[Tensor]] = []
+    after: list[list[Tensor]] = []
+    zero.module.register_forward_pre_hook(lambda *_: before.append(copies(zero.module.buffers())))
+    zero.module.register_forward_hook(lambda *_: after.append(copies(zero.module.buffers())))
+    with Join([zero.opt]):
+        for step in range(_num_inputs(rank(), reverse)):
+            zero.backward(step, conv)
+            zero.finish()
+    return [*before, copies(zero.module.buffers())], after
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_buffers_are_those_of_the_first_rank_with_data(reverse: bool) -> None:
+    ranks = run_ranks(_buffers_around_forward, 2, reverse)
+    for step in range(5):
+        source = next(after for _, after in ranks if len(after) > step)
+        for before, after in ranks:
+            if len(after) > step + 1 or step == 4:
+                at = step + 1 if len(after) > step + 1 else -1
+                assert differing(source[step], before[at]) == []
 
 
 def _throwing() -> None:
@@ -329,16 +197,3 @@ def _buffers_in_forward() -> list[torch.Tensor]:
 def test_buffers_that_a_forward_pass_evens_out_reach_ranks_without_data() -> None:
     one, other = run_ranks(_buffers_in_forward, 2)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_the_norm_of_double_precision_gradients_is_in_double_precision(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(40, 30, dtype=dtype)
-    opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
-    model(torch.randn(4, 40).to(dtype)).abs().square().mean().backward()
-    grads = [opt.full_grad(param) for param in model.parameters()]
-    expected = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
-    norm = opt.clip_grad_norm_(1e9)
-    assert norm.dtype == torch.float64
-    torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)

@@ -1,33 +1,32 @@
-"""Whole gradients and states can be asked for, what is set up can be undone, and state moves freely
-between ZeRO-1, ZeRO-2 and the plain optimizer."""
+"""Whole gradients and states can be asked for, and what `module=` sets up can be undone."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import contextlib
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from graphs import PROMPT
 from models import (
     ADAMW,
     MLP,
     MLP_PROBLEM,
     PROBLEMS,
     SGD,
-    Branching,
     Problem,
     Setup,
     failing,
-    noise,
     rank,
     train,
     with_ddp,
     with_plain,
     with_zero,
 )
-from problems import copies, difference, differing
+from problems import copies, difference, differing, same_bits
 from ranks import raises_on_every_rank, run_ranks
+from surroundings import consolidated
 from torch import Tensor, nn, optim
 
 from shardstep import ZeroRedundancyOptimizer
@@ -35,46 +34,33 @@ from shardstep import ZeroRedundancyOptimizer
 # ------------------------------------------------------------------------------------ gradients
 
 
-def _gradients() -> list[str]:
-    def once(setup: Setup, problem: Problem) -> None:
-        setup.backward(0, problem)
-
-    def held_back(setup: Setup, problem: Problem) -> None:
-        with setup.no_sync():
-            setup.backward(0, problem)
-        setup.backward(2, problem)
-
-    def after_a_step(setup: Setup, problem: Problem) -> None:
+def _pass(setup: Setup, problem: Problem, way: str) -> None:
+    """Leave gradients, or none."""
+    if way == "after steps":
         train(setup, problem, range(2))
+    with setup.no_sync() if way == "held back" else contextlib.nullcontext():
+        setup.backward(0, problem)
+    if way == "held back":
         setup.backward(2, problem)
+    if way.startswith("cleared"):
+        setup.opt.zero_grad(set_to_none=way != "cleared in place")
 
-    def cleared_in_place(setup: Setup, problem: Problem) -> None:
-        setup.backward(0, problem)
-        setup.opt.zero_grad(set_to_none=False)
 
-    def cleared(setup: Setup, problem: Problem) -> None:
-        setup.backward(0, problem)
-        setup.opt.zero_grad()
-
+def _gradients() -> list[str]:
     failures = []
-    for name in ("mlp", "branching", "conv", "mixed dtypes"):
+    ways = ("once", "held back", "after steps", "cleared in place", "cleared")
+    for name, way in itertools.product(("mlp", "branching", "conv", "mixed dtypes"), ways):
         problem = PROBLEMS[name]
-        for act in (once, held_back, after_a_step, cleared_in_place, cleared):
-            ddp = with_ddp(problem.fresh(), SGD, find_unused_parameters=problem.find_unused)
-            act(ddp, problem)
-            for layout in ("sliced", "whole"):
-                zero = with_zero(problem.fresh(), SGD, layout=layout)
-                act(zero, problem)
-                for (n, theirs), ours in zip(
-                    ddp.module.named_parameters(), zero.module.parameters(), strict=True
-                ):
-                    by_name, by_param = zero.opt.full_grad(n), zero.opt.full_grad(ours)
-                    what = f"{name}, {act.__name__}, {layout}: {n}"
-                    for got in (by_name, by_param):
-                        if (got is None) != (theirs.grad is None):
-                            failures.append(f"{what} {theirs.grad is None} {got is None}")
-                        elif got is not None and differing([theirs.grad], [got]):
-                            failures.append(what)
+        ddp = with_ddp(problem.fresh(), SGD, find_unused_parameters=problem.find_unused)
+        _pass(ddp, problem, way)
+        for layout in ("sliced", "whole"):
+            zero = with_zero(problem.fresh(), SGD, layout=layout)
+            _pass(zero, problem, way)
+            for (n, theirs), ours in zip(
+                ddp.module.named_parameters(), zero.module.parameters(), strict=True
+            ):
+                found = [difference(theirs.grad, zero.opt.full_grad(asked)) for asked in (n, ours)]
+                failures += [f"{name}, {way}, {layout}: {n} {each}" for each in found if each]
     return failures
 
 
@@ -199,33 +185,14 @@ def test_detaching_leaves_a_plain_model_that_trains_on() -> None:
     assert run_ranks(_undo, 2) == [[], []]
 
 
-class _Prompt(nn.Module):
-    """Hands its parameter out as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(16, 4))
-
-    def forward(self) -> Tensor:
-        return self.weight
-
-
-def _prompted(setup: Setup) -> None:
-    for step in range(4):
-        (noise(step, 6, 16) @ setup.model()).square().mean().backward()
-        setup.finish()
-
-
-def _hooks_on_an_output() -> tuple[list[int], list[int]]:
-    zero, ddp = with_zero(_Prompt(), SGD), with_ddp(_Prompt(), SGD)
-    for setup in (zero, ddp):
-        _prompted(setup)
-    hooks = [len(param._backward_hooks or ()) for param in zero.module.parameters()]
-    return differing(ddp.params, zero.params), hooks
+def _hooks_on_an_output() -> list[int]:
+    zero = with_zero(PROMPT.fresh(), SGD)
+    train(zero, PROMPT, range(4))
+    return [len(param._backward_hooks or ()) for param in zero.module.parameters()]
 
 
 def test_a_parameter_that_is_the_output_collects_no_hooks() -> None:
-    assert run_ranks(_hooks_on_an_output, 2) == [([], [0])] * 2
+    assert run_ranks(_hooks_on_an_output, 2) == [[0]] * 2
 
 
 def _successor() -> list[str]:
@@ -234,21 +201,12 @@ def _successor() -> list[str]:
     expected = [*train(ddp, MLP_PROBLEM, range(6)), *ddp.params]
     zero = with_zero(MLP_PROBLEM.fresh(), ADAMW)
     losses = train(zero, MLP_PROBLEM, range(3))
-    state = _consolidated(zero.opt)
+    state = consolidated(zero.opt)
     zero.opt.detach()
     heir = with_zero(zero.module, ADAMW, layout="whole")
     heir.opt.load_state_dict(state)
     losses += train(heir, MLP_PROBLEM, range(3, 6))
     return failing([("successor", differing(expected, [*losses, *heir.params]))])
-
-
-def _consolidated(opt: Any) -> Any:
-    """The whole state, on every rank."""
-    for to in range(opt.world_size):
-        opt.consolidate_state_dict(to)
-        if opt.rank == to:
-            state = copy.deepcopy(opt.state_dict())
-    return state
 
 
 def test_an_optimizer_can_take_over_from_one_that_was_detached() -> None:
@@ -306,59 +264,6 @@ def test_what_was_refused_leaves_no_trace_and_frozen_parameters_may_be_shared() 
     assert run_ranks(_refused_and_trained_on, 2) == [([], [1])] * 2
 
 
-# ------------------------------------------------------------------------------- moving the state
-
-
-def _zero_1(module: nn.Module, layout: str) -> Setup:
-    ddp = with_ddp(module, ADAMW, find_unused_parameters=True)
-    opt: Any = ZeroRedundancyOptimizer(
-        module.parameters(), ADAMW[0], layout=layout, bucket_bytes=1, **ADAMW[1]
-    )
-    return Setup(ddp.model, module, opt, ddp.no_sync, opt.clip_grad_norm_)
-
-
-def _migrate() -> list[str]:
-    """Three steps with one, three with another: as if all six had been taken with DDP."""
-    makes: dict[str, Callable[[nn.Module], Setup]] = {
-        "ZeRO-1 sliced": lambda module: _zero_1(module, "sliced"),
-        "ZeRO-1 whole": lambda module: _zero_1(module, "whole"),
-        "ZeRO-2 sliced": lambda module: with_zero(module, ADAMW, layout="sliced"),
-        "ZeRO-2 whole": lambda module: with_zero(
-            module, ADAMW, layout="whole", bucket_bytes=1 << 30
-        ),
-        "plain": lambda module: with_ddp(module, ADAMW, find_unused_parameters=True),
-    }
-    failures = []
-    for name in ("mlp", "branching"):
-        problem = PROBLEMS[name]
-        ddp = with_ddp(problem.fresh(), ADAMW, find_unused_parameters=problem.find_unused)
-        expected = [*train(ddp, problem, range(6)), *ddp.params]
-        for source, make_source in makes.items():
-            for target, make_target in makes.items():
-                if source == target == "plain":
-                    continue
-                first = make_source(problem.fresh())
-                losses = train(first, problem, range(3))
-                state = (
-                    copy.deepcopy(first.opt.state_dict())
-                    if source == "plain"
-                    else _consolidated(first.opt)
-                )
-                values = {k: v.clone() for k, v in first.module.state_dict().items()}
-                second = make_target(problem.fresh())
-                second.module.load_state_dict(values)
-                second.opt.load_state_dict(state)
-                losses += train(second, problem, range(3, 6))
-                if differing(expected, [*losses, *second.params]):
-                    failures.append(f"{name}: {source} -> {target}")
-    return failures
-
-
-@pytest.mark.slow
-def test_state_moves_between_zero_1_zero_2_and_the_plain_optimizer_to_the_bit() -> None:
-    assert run_ranks(_migrate, 2, timeout=110) == [[], []]
-
-
 # --------------------------------------------------------------------------------------- mistakes
 
 
@@ -392,101 +297,62 @@ def test_a_module_that_does_not_fit_is_an_error_on_every_rank() -> None:
     raises_on_every_rank(_other_buffers, 2, ValueError, match="buffer 'seen'")
 
 
-def _frozen_may_be_left_out() -> list[int]:
-    problem = Problem(Branching, PROBLEMS["branching"].loss)
-    model = problem.fresh()
-    model.get_submodule("stem").requires_grad_(False)
-    model.get_submodule("never").requires_grad_(False)
-    params = [p for p in model.parameters() if p.requires_grad]
-    opt = ZeroRedundancyOptimizer(params, SGD[0], module=model, bucket_bytes=1, **SGD[1])
-    zero = Setup(model, model, opt, opt.no_sync, opt.clip_grad_norm_)
-    train(zero, problem, range(3))
-
-    other = problem.fresh()
-    other.get_submodule("stem").requires_grad_(False)
-    other.get_submodule("never").requires_grad_(False)
-    ddp = with_ddp(other, SGD, find_unused_parameters=True)
-    train(ddp, problem, range(3))
-    return differing(ddp.params, zero.params)
+# --------------------------------------------------------------------------------------- the start
 
 
-def test_frozen_parameters_of_the_module_may_be_left_out() -> None:
-    assert run_ranks(_frozen_may_be_left_out, 2) == [[], []]
+def _start() -> list[list[torch.Tensor]]:
+    """Parameters and buffers of this rank before and after construction."""
+    torch.manual_seed(5 + torch.distributed.get_rank())
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[1].running_mean.normal_()
+    model[2].weight.requires_grad_(False)  # frozen, but of the model all the same
+    before = [t.detach().clone() for t in model.state_dict().values()]
+    ZeroRedundancyOptimizer(
+        [p for p in model.parameters() if p.requires_grad], optim.SGD, module=model, lr=0.1
+    )
+    return [before, [t.detach().clone() for t in model.state_dict().values()]]
 
 
-# ---------------------------------------------------------------------------------------- buffers
+def test_all_ranks_start_with_rank_0s_parameters_and_buffers() -> None:
+    (before, after), (before_there, after_there) = run_ranks(_start, 2)
+    assert differing(before, after) == []
+    assert differing(before, after_there) == []
+    assert not same_bits(before[0], before_there[0])
 
 
-class _Buffered(nn.Module):
-    """A buffer of its own on every rank, of a shape that lies in memory with gaps, and an int."""
+class Anchored(optim.Optimizer):
+    """Pulls parameters back to where they were when it was made."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = MLP()
-        self.register_buffer("mean", torch.zeros(8, 6)[:, ::2])
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("nothing", torch.zeros(0))
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["anchor"] = param.detach().clone()
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.mean.add_(x.mean())
-            self.count.add_(1 + rank())
-        out: Tensor = self.body(x) + self.mean.mean().detach()
-        return out
-
-
-BUFFERED = Problem(_Buffered, lambda model, step: model(noise(step, 6, 16)).square().mean())
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"])
+                    param.lerp_(self.state[param]["anchor"], 0.5)
 
 
-def _buffers(broadcast: bool) -> tuple[list[int], list[Tensor]]:
-    ddp = with_ddp(BUFFERED.fresh(), SGD, broadcast_buffers=broadcast)
-    zero = with_zero(BUFFERED.fresh(), SGD, broadcast_buffers=broadcast)
-    expected, got = ([*train(setup, BUFFERED, range(5)), *setup.params] for setup in (ddp, zero))
-    after = copies(zero.module.buffers())
-    for setup in (ddp, zero):
-        BUFFERED.loss(setup.model, 9)
-    expected += copies(ddp.module.buffers())
-    got += copies(zero.module.buffers())
-    return differing(expected, got), after
+def _anchors(dtype: torch.dtype) -> list[torch.Tensor]:
+    """What the class has noted down of rank 0's parameters, and where a step leads from there."""
+    torch.manual_seed(5 + torch.distributed.get_rank())
+    model = nn.Linear(30, 40).to(dtype)
+    opt = ZeroRedundancyOptimizer(model.parameters(), Anchored, module=model)
+    start = [param.detach().float() for param in model.parameters()]
+    noted = [opt.full_state(name)["anchor"] for name in ("weight", "bias")]
+    assert differing(start, noted) == []
+    model(torch.ones(2, 30, dtype=dtype)).sum().backward()
+    opt.step()
+    return [param.detach().clone() for param in model.parameters()]
 
 
-def test_buffers_follow_rank_0_or_stay_each_ranks_own_as_under_ddp() -> None:
-    (failures, here), (others, there) = run_ranks(_buffers, 2, True)
-    assert failures == others == []
-    assert differing(here, there) == []
-    (failures, here), (others, there) = run_ranks(_buffers, 2, False)
-    assert failures == others == []
-    assert int(here[1]) == 5
-    assert int(there[1]) == 10
-
-
-class _Remembering(nn.Module):
-    """Buffers that backward needs: one that is replaced, and those of batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)
-        self.register_buffer("scale", torch.ones(32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(self.first(x))
-        self.scale = 0.5 * self.scale + 0.5 * hidden.detach().abs().mean(dim=0)
-        out: Tensor = self.last(hidden * self.scale)
-        return out
-
-
-def _two_losses(model: Any, step: int) -> Tensor:
-    loss: Tensor = model(noise(step, 6, 16)).square().mean()
-    loss = loss + model(noise(100 + step, 6, 16)).square().mean()
-    return loss
-
-
-def _several_forwards() -> list[int]:
-    problem = Problem(_Remembering, _two_losses)
-    zero, ddp = with_zero(problem.fresh(), SGD), with_ddp(problem.fresh(), SGD)
-    got, expected = ([*train(setup, problem, range(4)), *setup.params] for setup in (zero, ddp))
-    return differing(expected, got)
-
-
-def test_buffers_evened_out_between_two_forwards_and_one_backward_equal_ddp_to_the_bit() -> None:
-    assert run_ranks(_several_forwards, 2) == [[], []]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_class_that_looks_at_parameters_when_it_is_made_sees_rank_0s(dtype: torch.dtype) -> None:
+    (expected,) = run_ranks(_anchors, 1, dtype)
+    for got in run_ranks(_anchors, 2, dtype):
+        assert differing(expected, got) == []

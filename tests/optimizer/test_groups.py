@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from typing import Any
@@ -20,8 +19,8 @@ from problems import (
     train,
 )
 from ranks import raises_on_every_rank, run_ranks
-from torch import nn, optim
-from torch.nn.parallel import DistributedDataParallel
+from torch import optim
+from traffic import counted
 
 from demo.gpt import GPT, GPT_17M, GPTConfig
 from shardstep import ZeroRedundancyOptimizer
@@ -69,29 +68,6 @@ def _two_subgroups() -> list[str]:
 
 def test_two_subgroups_train_two_models_at_once() -> None:
     assert run_ranks(_two_subgroups, 4) == [[]] * 4
-
-
-def _ddp_in_a_subgroup() -> list[int]:
-    group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return []
-    results = []
-    for make in (optim.SGD, ZeroRedundancyOptimizer):
-        torch.manual_seed(0)
-        model = DistributedDataParallel(nn.Linear(31, 17), process_group=group)
-        args = () if make is optim.SGD else (optim.SGD, group)
-        opt: Any = make(model.parameters(), *args, lr=0.1, momentum=0.9)
-        torch.manual_seed(dist.get_rank())
-        for _ in range(5):
-            opt.zero_grad()
-            model(torch.randn(4, 31)).square().mean().backward()
-            opt.step()
-        results.append(copies(model.parameters()))
-    return differing(*results)
-
-
-def test_ddp_in_a_subgroup_without_rank_0() -> None:
-    assert run_ranks(_ddp_in_a_subgroup, 3) == [[], [], []]
 
 
 def _outside() -> str:
@@ -200,9 +176,10 @@ def test_more_ranks_than_parameters(shapes: list[tuple[int, ...]]) -> None:
 def _one_rank() -> list[str]:
     failures = _few_parameters([(53, 17), (7,)])
     params = make_params()
-    opt = ZeroRedundancyOptimizer(params, optim.Adam)
+    with counted() as traffic:
+        opt = ZeroRedundancyOptimizer(params, optim.Adam)
     train(opt, params, range(2))
-    if opt.shards.comm.ledger.nbytes_sent.total():
+    if traffic.nbytes.total():
         failures.append("a single rank sends bytes")
     return failures
 
@@ -253,20 +230,21 @@ def _traffic(config: GPTConfig, layout: str, view: bool) -> list[tuple[int, int,
     torch.manual_seed(0)
     model = GPT(config)
     model.pos.weight.requires_grad_(False)  # one that does not train, and so does not travel
-    opt = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, None, view, layout=layout, lr=0.1)
-    ledger = opt.shards.comm.ledger
+    with counted() as traffic:
+        opt = ZeroRedundancyOptimizer(
+            model.parameters(), optim.SGD, None, view, layout=layout, lr=0.1
+        )
     trainable = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     for param in model.parameters():
         if param.requires_grad:
             param.grad = torch.zeros_like(param)
     found = []
     for _ in range(2):
-        calls, sent = copy.copy(ledger.calls), copy.copy(ledger.nbytes_sent)
+        traffic.reset()
         opt.step()
-        made = ledger.calls - calls
+        made, nbytes = traffic.calls, traffic.nbytes.total()
         gathers = made.pop("all_gather", 0)
         assert gathers == len(opt.plan.training_buckets)
-        nbytes = (ledger.nbytes_sent - sent).total()
         assert nbytes == share(opt.plan, opt.rank).gather_nbytes_sent
         found.append((gathers, made.total(), nbytes, trainable))
     return found

@@ -1,336 +1,27 @@
-"""What two features have to do with each other: each of them is tested alone elsewhere."""
+"""Two features at once: each of them is tested alone elsewhere."""
 
 from __future__ import annotations
 
-import functools
-import random
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from mixtures import MASTERS, from_rank_0, net, steps
 from problems import copies, differing
-from ranks import raises_on_every_rank, run_ranks
+from ranks import run_ranks
 from torch import nn, optim
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from traffic import counted
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
-from shardstep.local.multi_class import MultiClass
-from shardstep.modes.ddp_hooks import hook_with_zero_step_interleaved
-
-MASTERS = MixedPrecision()
-
-
-def net(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(30, 70), nn.Linear(70, 8), nn.LayerNorm(8)).to(dtype)
-
-
-def mixed(model: nn.Module, optimizer_class: Any = optim.Muon, **options: Any) -> list[Any]:
-    """Matrices to the class, the rest to the default one."""
-    matrices = [param for param in model.parameters() if param.dim() == 2]
-    rest = [param for param in model.parameters() if param.dim() != 2]
-    return [{"params": matrices, "optimizer_class": optimizer_class, **options}, {"params": rest}]
-
-
-def mixture(
-    dtype: torch.dtype = torch.bfloat16, precision: MixedPrecision | None = MASTERS
-) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
-    model = net(dtype)
-    opt = ZeroRedundancyOptimizer(
-        mixed(model, lr=0.02), optim.AdamW, lr=1e-3, precision=precision, bucket_bytes=1
-    )
-    return model, opt
 
 
 def adamw(model: nn.Module) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(
         model.named_parameters(), optim.AdamW, lr=1e-3, precision=MASTERS, bucket_bytes=1
     )
-
-
-def steps(model: nn.Module, opt: Any, numbers: range) -> None:
-    for step in numbers:
-        generator = torch.Generator().manual_seed(step)
-        for param in model.parameters():
-            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-            param.grad = grad if param.requires_grad else None
-        opt.step()
-        opt.zero_grad()
-
-
-def from_rank_0(opt: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """The whole state dict, on every rank."""
-    opt.consolidate_state_dict()
-    said = [opt.state_dict() if opt.rank == 0 else None]
-    dist.broadcast_object_list(said)
-    assert said[0] is not None
-    return said[0]
-
-
-class Unsharded:
-    """Muon and AdamW on fp32 copies of all parameters, which are rounded after each step."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.params = list(model.parameters())
-        self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
-        self.parts = [
-            optim.Muon([wide for wide in self.masters if wide.dim() == 2], lr=0.02),
-            optim.AdamW([wide for wide in self.masters if wide.dim() != 2], lr=1e-3),
-        ]
-
-    def step(self) -> None:
-        for wide, param in zip(self.masters, self.params, strict=True):
-            wide.grad = None if param.grad is None else param.grad.float()
-        for part in self.parts:
-            part.step()
-        for wide, param in zip(self.masters, self.params, strict=True):
-            param.data.copy_(wide.data)
-
-    def zero_grad(self) -> None:
-        for param in self.params:
-            param.grad = None
-
-
-# --------------------------------------------------------- several classes, masters, checkpoints
-
-
-def save_mixture(root: Path) -> Any:
-    model, opt = mixture()
-    steps(model, opt, range(3))
-    ckpt.save(root / "native", opt, model)
-    dcp.save({"model": model, "optim": ckpt.Sharded(opt)}, checkpoint_id=root / "dcp")
-    return from_rank_0(opt), copies(model.parameters())
-
-
-def go_on_with_mixture(root: Path, way: str, saved: Any) -> list[int]:
-    reference = net()
-    unsharded = Unsharded(reference)
-    steps(reference, unsharded, range(6))
-    model, opt = mixture()
-    if way == "native":
-        ckpt.load(root / "native", opt, model)
-    elif way == "dcp":
-        dcp.load({"model": model, "optim": ckpt.Sharded(opt)}, checkpoint_id=root / "dcp")
-    else:
-        opt.load_state_dict(saved[0])
-        for param, value in zip(model.parameters(), saved[1], strict=True):
-            param.data.copy_(value)
-    steps(model, opt, range(3, 6))
-    masters = [opt.full_master(param) for param in model.parameters()]
-    expected = [*reference.parameters(), *unsharded.masters]
-    return differing(expected, [*model.parameters(), *masters])  # type: ignore[list-item]
-
-
-def test_muon_and_adamw_on_masters_resume_at_another_number_of_ranks(tmp_path: Path) -> None:
-    """Into optimizers that have not stepped yet, and so have no state to show the form of it."""
-    saved, *_ = run_ranks(save_mixture, 2, tmp_path)
-    for way in ("native", "dcp", "dict"):
-        assert run_ranks(go_on_with_mixture, 3, tmp_path, way, saved) == [[]] * 3, way
-
-
-class Registered(optim.SGD):
-    """Counts its instances, and shuffles with Python's random numbers."""
-
-    shardstep_layout = "sliced"  # it is not tried then
-    made = 0
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        type(self).made += 1
-        super().__init__(params, lr)
-
-    def step(self, closure: Any = None) -> Any:
-        random.random()
-        return super().step(closure)
-
-
-def what_a_load_leaves() -> list[Any]:
-    """SGD without momentum keeps no state: to see that, a step is rehearsed on the side."""
-    model = net(torch.float32)
-    opt = ZeroRedundancyOptimizer(
-        mixed(model, Registered, lr=0.1), optim.SGD, lr=0.1, layout="sliced", bucket_bytes=1
-    )
-    steps(model, opt, range(2))
-    saved = from_rank_0(opt)
-    seen: list[Any] = []
-    hook = register_optimizer_step_post_hook(lambda *args: seen.append("a hook"))
-    before = copies(model.parameters()), Registered.made, random.getstate(), torch.get_rng_state()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        opt.load_state_dict(saved)
-    hook.remove()
-    seen += [str(warning.message) for warning in told]
-    seen += differing(before[0], list(model.parameters()))
-    same = (Registered.made, random.getstate()) == before[1:3]
-    if not (same and torch.equal(before[3], torch.get_rng_state())):
-        seen.append("counters or random numbers")
-    return seen
-
-
-def test_loading_into_several_classes_without_state_warns_of_nothing_and_leaves_no_trace() -> None:
-    assert run_ranks(what_a_load_leaves, 2) == [[], []]
-
-
-class Extra(optim.SGD):
-    """Has a number of its own in its state dict."""
-
-    shardstep_layout = "sliced"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "turn": 3}
-
-
-def test_a_class_with_more_in_its_state_dict_is_refused_in_a_mixture() -> None:
-    """At one rank, too, and declared, where nothing is tried: it would be lost in a checkpoint."""
-    with pytest.raises(ValueError, match=r"Extra keeps 'turn' .* use it alone"):
-        ZeroRedundancyOptimizer(mixed(net(), Extra, lr=0.1), optim.AdamW)
-
-
-class Picky(optim.SGD):
-    """Loads nothing."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise KeyError("nothing is good enough")
-
-
-def test_a_mixture_that_cannot_load_stays_as_it_was() -> None:
-    results = []
-    for fails in (False, True):
-        model = net(torch.float32)
-        muon, rest = mixed(model, lr=0.02)
-        first, *others = rest["params"]
-        picky = {"params": others, "optimizer_class": Picky, "lr": 0.1}
-        groups = [muon, {"params": [first]}, picky]
-        opt = MultiClass(groups, optim.AdamW, lr=1e-3)
-        saved = opt.state_dict()
-        steps(model, opt, range(3))
-        if fails:
-            with pytest.raises(KeyError, match="good enough"):
-                opt.load_state_dict(saved)
-        steps(model, opt, range(3, 6))
-        results.append(copies(model.parameters()))
-    assert differing(*results) == []
-
-
-# ------------------------------------------------------------- several classes, bucket by bucket
-
-
-class Counts(optim.Optimizer):
-    """Its steps get shorter."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        self.turn = 0
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.turn += 1
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.add_(param.grad, alpha=-group["lr"] / self.turn)
-
-
-def step_by_bucket(optimizer_class: Any) -> bool:
-    model = net(torch.float32)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
-    opt = ZeroRedundancyOptimizer(
-        mixed(model, optimizer_class, lr=0.1), optim.AdamW, overlap_with_ddp=True, bucket_bytes=1
-    )
-    ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, opt))
-    for _ in range(2):
-        ddp(torch.ones(2, 30)).sum().backward()
-    opt.shards.wait_for_params()
-    return opt.shards.stepped
-
-
-def test_a_class_that_counts_its_steps_is_refused_bucket_by_bucket_within_a_mixture_too() -> None:
-    raises_on_every_rank(step_by_bucket, 2, RuntimeError, Counts, match="counts its steps")
-
-
-def test_steps_that_were_taken_bucket_by_bucket_were_taken() -> None:
-    """A checkpoint says whether there were any."""
-    assert run_ranks(step_by_bucket, 2, optim.Muon) == [True, True]
-
-
-# ------------------------------------------------------- classes, groups and masters that change
-
-
-def one_class_loads_two() -> None:
-    model, opt = mixture(torch.float32)
-    steps(model, opt, range(2))
-    saved = from_rank_0(opt)
-    other = ZeroRedundancyOptimizer([{"params": g["params"]} for g in mixed(net())], optim.AdamW)
-    other.load_state_dict(saved)
-
-
-def test_a_dict_of_several_classes_is_refused_by_an_optimizer_of_one() -> None:
-    raises_on_every_rank(one_class_loads_two, 2, ValueError, match=r"group 0 .*Muon.*adamw\.AdamW")
-
-
-def test_a_class_is_known_by_its_name_within_a_partial_too() -> None:
-    def make(optimizer_class: Any) -> MultiClass:
-        groups = mixed(net(), functools.partial(optimizer_class, lr=0.1))
-        return MultiClass(groups, optim.AdamW)
-
-    with pytest.raises(ValueError, match=r"group 0 .*Muon.*SGD"):
-        make(optim.SGD).load_state_dict(make(optim.Muon).state_dict())
-
-
-def add_with_defaults() -> list[Any]:
-    """Two optimizers apart; a mixture, and a divided one, that get the second class later."""
-    failures: list[Any] = []
-    reference = net(torch.float32)
-    (matrices, *_), rest = (group["params"] for group in mixed(reference))
-    apart = [optim.Adafactor([matrices]), optim.AdamW(rest, lr=1e-3)]
-    for part in apart:
-        steps(reference, part, range(3))
-    for sharded in (False, True):
-        model = net(torch.float32)
-        (weight, *_), rest = (group["params"] for group in mixed(model))
-        groups = [{"params": rest, "optimizer_class": optim.AdamW, "lr": 1e-3}]
-        cls: Any = ZeroRedundancyOptimizer if sharded else MultiClass
-        opt = cls([{"params": []}, *groups], optim.SGD, lr=0.7)
-        opt.add_param_group({"params": [weight], "optimizer_class": optim.Adafactor})
-        if opt.param_groups[-1]["lr"] != apart[0].param_groups[0]["lr"]:
-            failures.append((sharded, opt.param_groups[-1]))
-        steps(model, opt, range(3))
-        failures += differing(list(reference.parameters()), list(model.parameters()))
-    return failures
-
-
-def test_a_group_that_is_added_has_the_defaults_of_its_own_class() -> None:
-    """And not the learning rate, say, of the class that the other groups have."""
-    assert run_ranks(add_with_defaults, 2) == [[], []]
-
-
-def add_what_is_refused() -> list[Any]:
-    results = []
-    for refused in (False, True):
-        model, opt = mixture()
-        steps(model, opt, range(2))
-        more = nn.Parameter(torch.ones(9, 9))
-        plan = opt.plan
-        if refused:
-            for cls in (optim.Adam, optim.AdamW, optim.Muon):
-                with pytest.raises((ValueError, RuntimeError), match="rate"):
-                    opt.add_param_group({"params": [more], "optimizer_class": cls, "lr": -1.0})
-                assert opt.plan is plan
-        opt.add_param_group({"params": [more], "optimizer_class": optim.Adam, "lr": 0.1})
-        more.grad = torch.ones(9, 9)
-        steps(model, opt, range(2, 4))
-        results.append([more.detach(), *copies(model.parameters())])
-    return differing(*results)
-
-
-def test_a_group_whose_class_refuses_its_options_changes_nothing() -> None:
-    assert run_ranks(add_what_is_refused, 2) == [[], []]
 
 
 def unfreeze_after_loading(root: Path, way: str) -> list[Any]:
@@ -404,30 +95,24 @@ def reported(reduce_dtype: torch.dtype | None, frozen: bool) -> dict[str, Any]:
     model = net()
     next(model.parameters()).requires_grad_(not frozen)
     policy = MixedPrecision(reduce_dtype=reduce_dtype)
-    opt = ZeroRedundancyOptimizer(
-        model.parameters(), optim.AdamW, module=model, precision=policy, bucket_bytes=1
-    )
-    ledgers = [opt.shards.comm.ledger, opt.mode.gather_comm.ledger]
-
-    def sent_so_far() -> list[int]:
-        kinds = ("reduce_scatter", "all_gather")
-        return [sum(ledger.nbytes_sent[kind] for kind in kinds) for ledger in ledgers]
-
-    start = sent_so_far()
+    with counted() as traffic:
+        opt = ZeroRedundancyOptimizer(
+            model.parameters(), optim.AdamW, module=model, precision=policy, bucket_bytes=1
+        )
+    traffic.reset()
     model(torch.ones(2, 30, dtype=torch.bfloat16)).sum().backward()
     opt.step()
     opt.shards.wait_for_params()
-    sent = [now - before for now, before in zip(sent_so_far(), start, strict=True)]
+    sent = [traffic.nbytes["reduce_scatter"], traffic.nbytes["all_gather"]]
     report = opt.report()
     masters = {m.untyped_storage().data_ptr(): m for m in opt.shards.masters().values()}
-    shards = [lane.shard for lane in opt.mode.pipeline.gradients.lanes]  # type: ignore[attr-defined]
     return {
         "sent": ([report.reduce_nbytes, report.gather_nbytes], sent),
         "masters": (
             report.master_nbytes,
             sum(master.untyped_storage().nbytes() for master in masters.values()),
         ),
-        "gradients": (report.gradient_nbytes, sum(shard.nbytes for shard in shards)),
+        "gradients": (report.gradient_nbytes, report.master_nbytes),
         "text": str(report),
     }
 
@@ -438,17 +123,17 @@ def test_a_report_counts_masters_and_what_travels_in_another_dtype(
     reduce_dtype: torch.dtype | None, frozen: bool
 ) -> None:
     for report in run_ranks(reported, 2, reduce_dtype, frozen):
-        said, counted = report["sent"]
-        assert said[1] == counted[1]
-        # Which parameters had a gradient travels along.
-        assert said[0] <= counted[0] <= said[0] + 512
+        (reduced, gathered), sent = report["sent"]
+        # Which parameters had a gradient is gathered too, a byte for each.
+        assert sent == [reduced, gathered + 6 - frozen]
         assert report["masters"][0] == report["masters"][1] > 0
         assert "masters" in report["text"]
 
 
 def test_a_report_of_one_rank_counts_its_gradients_once() -> None:
-    said, held = reported(None, frozen=False)["gradients"]
-    assert said == held > 0
+    """In 32 bits, as its masters are."""
+    gradients, masters = reported(None, frozen=False)["gradients"]
+    assert gradients == masters > 0
 
 
 # ------------------------------------------------------------- where torch makes its tensors

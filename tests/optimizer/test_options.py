@@ -1,8 +1,7 @@
-"""What surrounds a step works as on any optimizer: groups, schedulers, hooks, closures, scalers."""
+"""What surrounds a step works as on any optimizer: groups, hooks, signatures, state, memory."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +22,7 @@ from problems import (
 from ranks import raises_on_every_rank, run_ranks
 from reference.naive_masters import NaiveMasters
 from torch import nn, optim
-from torch.optim import Optimizer, lr_scheduler, swa_utils
+from torch.optim import Optimizer
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 
@@ -92,138 +91,6 @@ def _forms() -> list[str]:
 
 def test_parameters_may_be_given_in_every_form() -> None:
     assert run_ranks(_forms, 2) == [[], []]
-
-
-WRONG: dict[str, tuple[type[Exception], Any]] = {
-    "nothing": (ValueError, []),
-    "a tensor": (TypeError, torch.zeros(3)),
-    "a number": (TypeError, 5),
-    "numbers": (TypeError, [1, 2]),
-    "a group without params": (ValueError, [{"lr": 0.1}]),
-}
-
-
-def _construct(params: Any, **kwargs: Any) -> None:
-    ZeroRedundancyOptimizer(params, kwargs.pop("optimizer_class", optim.SGD), **kwargs)
-
-
-def _construct_twice_the_same() -> None:
-    param = nn.Parameter(torch.zeros(3))
-    _construct([{"params": [param]}, {"params": [param]}])
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_parameters_are_refused_on_every_rank(what: str) -> None:
-    exception, params = WRONG[what]
-    raises_on_every_rank(_construct, 2, exception, params)
-
-
-def test_wrong_options_are_refused_on_every_rank() -> None:
-    param = nn.Parameter(torch.zeros(3))
-    raises_on_every_rank(_construct, 2, ValueError, [param], layout="diagonal", match="diagonal")
-    raises_on_every_rank(_construct, 2, ValueError, [param], bucket_bytes=0, match="bucket_bytes")
-    raises_on_every_rank(_construct, 2, ValueError, [param], lr=-1.0)
-    raises_on_every_rank(_construct, 2, TypeError, [param], wings=2)
-    raises_on_every_rank(_construct, 2, ValueError, [param], optimizer_class=optim.LBFGS)
-    raises_on_every_rank(_construct_twice_the_same, 2, ValueError)
-
-
-# ------------------------------------------------------------------------------- schedulers
-
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 0.9**step),
-    "MultiplicativeLR": lambda opt: lr_scheduler.MultiplicativeLR(opt, lambda step: 0.95),
-    "StepLR": lambda opt: lr_scheduler.StepLR(opt, 3, 0.5),
-    "MultiStepLR": lambda opt: lr_scheduler.MultiStepLR(opt, [2, 5], 0.5),
-    "ConstantLR": lambda opt: lr_scheduler.ConstantLR(opt, 0.5, 3),
-    "LinearLR": lambda opt: lr_scheduler.LinearLR(opt, 0.2, 1.0, 5),
-    "ExponentialLR": lambda opt: lr_scheduler.ExponentialLR(opt, 0.8),
-    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
-        opt,
-        [lr_scheduler.LinearLR(opt, 0.1, 1.0, 3), lr_scheduler.CosineAnnealingLR(opt, 6)],
-        [3],
-    ),
-    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 4, 0.001),
-    "ChainedScheduler": lambda opt: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(opt, 0.5, 3), lr_scheduler.ExponentialLR(opt, 0.9)]
-    ),
-    "ReduceLROnPlateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=1),
-    "CyclicLR": lambda opt: lr_scheduler.CyclicLR(opt, 0.001, 0.1, 3, cycle_momentum=True),
-    "CosineAnnealingWarmRestarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 2, 2),
-    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, 0.1, total_steps=12),
-    "PolynomialLR": lambda opt: lr_scheduler.PolynomialLR(opt, 6, 2.0),
-    "SWALR": lambda opt: swa_utils.SWALR(opt, swa_lr=0.01, anneal_epochs=4),
-}
-
-
-def test_no_scheduler_is_left_out() -> None:
-    assert set(lr_scheduler.__all__) - {"LRScheduler"} <= SCHEDULERS.keys()
-
-
-def _schedulers() -> list[str]:
-    failures = []
-    classes: list[tuple[type[Optimizer], dict[str, Any]]] = [
-        (optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-        (optim.AdamW, {"lr": 0.01}),
-        (optim.Adam, {"lr": torch.tensor(0.01)}),
-    ]
-    for (name, schedule), (cls, options) in itertools.product(SCHEDULERS.items(), classes):
-        rates: list[list[float]] = []
-
-        def run(
-            make: Any,
-            name: str = name,
-            schedule: Any = schedule,
-            options: Any = options,
-            rates: list[list[float]] = rates,
-        ) -> list[torch.Tensor]:
-            params = make_params()
-            fresh = {key: copy.deepcopy(value) for key, value in options.items()}
-            groups = [{"params": params[:4]}, {"params": params[4:], "lr": 0.02}]
-            opt = make(groups, **fresh)
-            scheduler = schedule(opt)
-            seen = []
-            for step in range(8):
-                set_gradients(params, step)
-                opt.step()
-                scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
-                seen += [float(group["lr"]) for group in opt.param_groups]
-                seen += [float(group.get("momentum", 0)) for group in opt.param_groups]
-            rates.append(seen)
-            return copies(params)
-
-        failures += [f"{name} on {cls.__name__}: {failure}" for failure in both(run, cls)]
-        if any(seen != rates[0] for seen in rates):
-            failures.append(f"{name} on {cls.__name__}: other learning rates")
-    return failures
-
-
-@pytest.mark.slow
-def test_every_scheduler_gives_the_same_parameters() -> None:
-    assert run_ranks(_schedulers, 2) == [[], []]
-
-
-def _options_by_hand() -> list[str]:
-    """Whatever is written to `param_groups` between steps counts at the next."""
-
-    def run(make: Any) -> list[torch.Tensor]:
-        params = make_params()
-        opt = make([{"params": params[:5]}, {"params": params[5:]}], lr=torch.tensor(0.1))
-        for step in range(6):
-            set_gradients(params, step)
-            opt.param_groups[0]["weight_decay"] = 0.1 * step
-            if step == 2:
-                opt.param_groups[1]["lr"] = torch.tensor(0.3)
-            if step == 4:
-                opt.param_groups[0]["lr"].mul_(0.5)
-            opt.step()
-        return copies(params)
-
-    return both(run, optim.SGD)
-
-
-def test_options_written_to_the_groups_count() -> None:
-    assert run_ranks(_options_by_hand, 2) == [[], []]
 
 
 class Counting(Optimizer):
@@ -303,38 +170,6 @@ def test_step_hooks_surround_the_whole_step(world_size: int) -> None:
     assert run_ranks(_step_hooks, world_size) == [expected] * world_size
 
 
-def _closures() -> list[str]:
-    failures = []
-    for cls, options in ((optim.SGD, {"lr": 0.05, "momentum": 0.9}), (optim.Adam, {"fused": True})):
-        losses: list[list[float]] = []
-
-        def run(make: Any, options: Any = options, losses: Any = losses) -> list[torch.Tensor]:
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(13, 31), nn.Tanh(), nn.Linear(31, 3))
-            data = torch.randn(8, 13)
-            opt = make(model.parameters(), **options)
-
-            def closure() -> torch.Tensor:
-                opt.zero_grad()
-                loss = model(data).square().mean()
-                loss.backward()
-                return loss
-
-            seen = [opt.step(closure) for _ in range(5)] + [opt.step(closure=closure)]
-            losses.append([float(loss) for loss in seen])
-            return copies(model.parameters())
-
-        failures += both(run, cls)
-        if any(seen != losses[0] for seen in losses):
-            failures.append(f"{cls.__name__}: other losses")
-    return failures
-
-
-def test_a_closure_is_evaluated_inside_the_step_and_its_loss_returned() -> None:
-    assert run_ranks(_closures, 2) == [[], []]
-    assert run_ranks(_closures, 4) == [[], [], [], []]
-
-
 class Plainest(Optimizer):
     """Its `step` takes no closure."""
 
@@ -384,73 +219,6 @@ def test_a_step_of_any_signature_can_be_called() -> None:
     assert run_ranks(_signatures, 2) == [[], []]
 
 
-# ------------------------------------------------------------------- scalers and averaging
-
-
-def _scaler() -> list[str]:
-    failures = []
-    for cls, options in ((optim.SGD, {"lr": 0.1, "momentum": 0.9}), (optim.AdamW, {"fused": True})):
-        scales: list[list[float]] = []
-
-        def run(make: Any, options: Any = options, scales: Any = scales) -> list[torch.Tensor]:
-            params = make_params()
-            opt = make(params, **options)
-            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-            seen = []
-            for step in range(6):
-                set_gradients(params, step)
-                scaler.scale(torch.zeros(1))
-                for param in params:
-                    if param.grad is not None:
-                        param.grad *= scaler.get_scale()
-                if step == 3:
-                    params[0].grad.view(-1)[-1] = float("inf")
-                before = copies(params)
-                scaler.unscale_(opt)
-                scaler.step(opt)
-                scaler.update()
-                if step == 3 and differing(before, copies(params)):
-                    scales.append(["a step with an inf was taken"])
-                seen.append(scaler.get_scale())
-            scales.append(seen)
-            return copies(params)
-
-        failures += [f"{cls.__name__}: {failure}" for failure in both(run, cls)]
-        if any(seen != scales[0] for seen in scales):
-            failures.append(f"{cls.__name__}: other scales")
-    return failures
-
-
-def test_a_gradient_scaler_skips_the_same_steps() -> None:
-    assert run_ranks(_scaler, 2) == [[], []]
-    assert run_ranks(_scaler, 3) == [[], [], []]
-
-
-def _averaging() -> list[str]:
-    def run(make: Any) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(13, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Linear(31, 3))
-        opt = make(model.parameters(), lr=0.1, momentum=0.9)
-        averaged = swa_utils.AveragedModel(model)
-        scheduler = swa_utils.SWALR(opt, swa_lr=0.05, anneal_epochs=2)
-        data = [torch.randn(8, 13) for _ in range(6)]
-        for x in data:
-            opt.zero_grad()
-            model(x).square().mean().backward()
-            opt.step()
-            averaged.update_parameters(model)
-            scheduler.step()
-        swa_utils.update_bn(data, averaged)
-        everything = [*model.parameters(), *averaged.parameters(), *averaged.buffers()]
-        return copies(tensor.float() for tensor in everything)
-
-    return both(run, optim.SGD)
-
-
-def test_averaged_models_average_the_same_values() -> None:
-    assert run_ranks(_averaging, 2) == [[], []]
-
-
 # ------------------------------------------------------------------ parameters that move
 
 
@@ -481,54 +249,6 @@ def _assigning() -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_an_optimizer_may_assign_data_instead_of_writing_to_it(world_size: int) -> None:
     assert run_ranks(_assigning, world_size) == [[]] * world_size
-
-
-def _moved_by_the_user() -> list[str]:
-    """Rank 1 moves at another time than rank 0: where data lies is each rank's own affair."""
-
-    def run(make: Any) -> list[torch.Tensor]:
-        params = make_params()
-        opt = make(params, lr=0.01)
-        turn = getattr(opt, "rank", 0)
-        for step in range(8):
-            set_gradients(params, step)
-            if step in (2 + turn, 5):
-                for param in params[::2]:
-                    param.data = param.data.clone()
-            if step == 4:
-                # new values too, as when a checkpoint is assigned
-                params[0].data = torch.full_like(params[0].data, 0.5)
-            opt.step()
-        return copies(params)
-
-    return both(run, optim.Adam)
-
-
-def test_data_that_the_user_moved_is_followed() -> None:
-    assert run_ranks(_moved_by_the_user, 2) == [[], []]
-    assert run_ranks(_moved_by_the_user, 3) == [[], [], []]
-
-
-def _another_dtype() -> list[str]:
-    def run(make: Any) -> list[torch.Tensor]:
-        model = nn.Sequential(nn.Linear(13, 31), nn.Linear(31, 3))
-        for param, values in zip(model.parameters(), make_params(shapes, frozen=()), strict=True):
-            param.data = values.data
-        opt = make(model.parameters(), lr=0.1)
-        for step in range(4):
-            if step == 2:
-                model.zero_grad()
-                model.double()
-            set_gradients(list(model.parameters()), step)
-            opt.step()
-        return copies(model.parameters())
-
-    shapes = [(31, 13), (31,), (3, 31), (3,)]
-    return both(run, optim.SGD)
-
-
-def test_a_model_may_change_its_dtype_between_steps() -> None:
-    assert run_ranks(_another_dtype, 2) == [[], []]
 
 
 def _another_memory_format(with_masters: bool) -> list[str]:

@@ -6,7 +6,6 @@ with and without sharding, and there is no reason for any bit to differ.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
@@ -27,8 +26,6 @@ from problems import (
 from ranks import run_ranks
 from reference.naive_zero import NaiveZero, SlicedZero
 from torch import nn, optim
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-from torch.nn.parallel import DistributedDataParallel
 
 from shardstep import ZeroRedundancyOptimizer
 
@@ -263,69 +260,3 @@ def _against_the_oracles() -> list[str]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_naive_versions_agree(world_size: int) -> None:
     assert run_ranks(_against_the_oracles, world_size) == [[]] * world_size
-
-
-class _Net(nn.Module):
-    """Convolution, norm with buffers, a tied pair, a frozen bias and a module that only some
-    forwards use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 9, 3)
-        self.norm = nn.BatchNorm2d(9)
-        self.encode = nn.Linear(9 * 36, 61)
-        self.middle = nn.Linear(61, 61)
-        self.decode = nn.Linear(61, 61, bias=True)
-        self.decode.weight = self.middle.weight
-        self.decode.bias.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.norm(self.conv(x))).flatten(1)
-        return self.decode(torch.tanh(self.middle(torch.tanh(self.encode(x)))))
-
-
-def _beside_ddp(optimizer_class: Any, options: dict[str, Any]) -> list[str]:
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    start = _Net()
-    torch.manual_seed(100 + rank)
-    data = [torch.randn(4, 3, 8, 8) for _ in STEPS]
-
-    def run(make: Any, **ddp_options: Any) -> list[torch.Tensor]:
-        model = DistributedDataParallel(copy.deepcopy(start), **ddp_options)
-        opt = make(model.parameters())
-        for x in data:
-            opt.zero_grad()
-            model(x).square().mean().backward()
-            opt.step()
-        return copies(model.parameters()) + copies(model.buffers())
-
-    expected = run(lambda params: optimizer_class(params, **options))
-    results = {
-        "torch's ZeroRedundancyOptimizer": run(
-            lambda params: TorchZero(params, optimizer_class, **options)
-        )
-    }
-    layouts = ("auto", "whole") if optimizer_class is optim.Adafactor else LAYOUTS
-    for layout, view, grads_as_view in itertools.product(layouts, (False, True), (False, True)):
-        results[f"layout {layout}, view {view}, DDP gradient view {grads_as_view}"] = run(
-            lambda params, layout=layout, view=view: ZeroRedundancyOptimizer(
-                params, optimizer_class, None, view, layout=layout, **options
-            ),
-            gradient_as_bucket_view=grads_as_view,
-        )
-    return [name for name, got in results.items() if differing(expected, got)]
-
-
-@pytest.mark.parametrize(
-    ("optimizer_class", "options"),
-    [
-        (optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
-        (optim.AdamW, {"lr": 0.01, "fused": True}),
-        (optim.Adafactor, {}),
-    ],
-)
-def test_two_ranks_equal_ddp_with_an_unsharded_optimizer(
-    optimizer_class: Any, options: dict[str, Any]
-) -> None:
-    assert run_ranks(_beside_ddp, 2, optimizer_class, options) == [[], []]

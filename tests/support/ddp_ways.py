@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from models import ADAMW, MLP_PROBLEM, Kind, Problem, Setup, train
 from problems import copies, differing
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -128,6 +128,3 @@ def compare(
         )
         for way in ways
     ]
-
-
-SGD_MOMENTUM: Kind = (optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True})

@@ -71,6 +71,7 @@ class LateArrival(Wrapped):
     def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
         hidden = torch.empty_like(out)
         pending = self._inner.reduce_scatter(buffer.clone(), cuts, hidden)
+        spoil(buffer)  # it may not be read, or counted on, until the operation is over
         spoil(out)
         return _Late(pending, hidden, out)
 

@@ -29,6 +29,5 @@ def _accept_former_names() -> None:
 
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without DDP's warnings of unused parameters
-TESTS = Path(__file__).resolve().parent.parent
-sys.path += [str(TESTS / "modes"), str(TESTS.parent / "examples")]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 _accept_former_names()

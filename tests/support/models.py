@@ -2,7 +2,7 @@
 
 A `Problem` is a model and its batches: different on every rank and at every step. `Setup` is what
 trains it: the callable module, the module proper and the optimizer. `with_ddp` and `with_zero` make
-one; whatever loop is run on both has to come to the same numbers.
+one; the same loop on both has to come to the same numbers. `scenarios` has the other modes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from problems import copies, differing
+from problems import copies
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-import shardstep.optimizer
 from demo.gpt import GPT, GPTConfig
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
-from shardstep.comm import Comm
 
 ADAMW: tuple[type[Optimizer], dict[str, Any]] = (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1})
 SGD: tuple[type[Optimizer], dict[str, Any]] = (
@@ -226,32 +224,6 @@ def with_zero(module: nn.Module, kind: Kind = ADAMW, **options: Any) -> Setup:
     return Setup(module, module, opt, opt.no_sync, opt.clip_grad_norm_)
 
 
-def both(
-    loop: Callable[[Setup], Any],
-    problem: Problem = MLP_PROBLEM,
-    kind: Kind = ADAMW,
-    ddp: dict[str, Any] | None = None,
-    **options: Any,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Run `loop` on both and return what it returned (tensors, if any) and the parameters."""
-    results = []
-    for setup in (
-        with_ddp(
-            problem.fresh(), kind, **{"find_unused_parameters": problem.find_unused}, **(ddp or {})
-        ),
-        with_zero(problem.fresh(), kind, **options),
-    ):
-        returned = loop(setup)
-        seen = [returned] if isinstance(returned, Tensor) else list(returned or [])
-        results.append([*copies(seen), *setup.params])
-    return results[0], results[1]
-
-
-def unlike_ddp(loop: Callable[[Setup], Any], *args: Any, **kwargs: Any) -> list[int]:
-    """Which tensors differ by a bit: losses that `loop` returned first, then the parameters."""
-    return differing(*both(loop, *args, **kwargs))
-
-
 def furthest(expected: Sequence[Tensor], got: Sequence[Tensor]) -> float:
     """The largest difference, relative to the largest element of its tensor."""
     return max(
@@ -268,12 +240,6 @@ def train(setup: Setup, problem: Problem, steps: range) -> list[Tensor]:
         losses.append(setup.backward(step, problem))
         setup.finish()
     return losses
-
-
-def put_behind_the_door(wrap: Callable[[Comm], Comm]) -> None:
-    """From now on, in this rank, have optimizers communicate through a double."""
-    connect = shardstep.optimizer.connect
-    shardstep.optimizer.connect = lambda *args: wrap(connect(*args))  # type: ignore[assignment]
 
 
 def failing(checks: Iterator[tuple[str, Any]] | Sequence[tuple[str, Any]]) -> list[str]:

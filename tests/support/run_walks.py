@@ -25,10 +25,10 @@ import torch.distributed as dist
 from ddp_ways import WAYS
 from models import world_size
 from ranks import RankFailure, run_ranks
-from test_ddp_walks import BesideDDP
-from test_dropin_walks import DropIn
-from test_zero2_low_walks import Low
-from test_zero2_walks import Looping
+from walk_ddp import BesideDDP
+from walk_dropin import DropIn
+from walk_zero2 import Looping
+from walk_zero2_low import Low
 from walks import Walk, plain
 
 MODES: dict[str, dict[str, Callable[[int], Walk]]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +55,7 @@ class Feeder:
         """Feed `reducer` from now on."""
         self._params = reducer.params
         self._trained = reducer.trained
+        self._training = [self._params[index] for index in self._trained]
         self._placeholders = reducer.placeholders
         self._widened = reducer.widened
         # Hooks and DDP outlive the reducer; a strong reference would keep model and optimizer
@@ -71,7 +73,9 @@ class Feeder:
         """
         # Parameters in flight, which this backward pass may not use, are not waited for.
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [self._params[index].grad for index in self._trained]
+            grads = [param.grad for param in self._training]
+        if all(map(is_, grads, self._placeholders.values())):
+            return grads  # the usual case after backward
         for index, grad in zip(self._trained, grads, strict=True):
             if isinstance(grad, ShardedGrad) and grad is not self._placeholders[index]:
                 name = self._placeholders[index].param_name
@@ -86,12 +90,9 @@ class Feeder:
         """Return those whose reduced gradient was not cleared: the next one is added to it."""
         raise NotImplementedError
 
-    def take(self, param: int) -> torch.Tensor | None:
-        """Return this rank's gradient to be sent, and forget it here."""
+    def take(self, params: Sequence[int]) -> list[torch.Tensor | None]:
+        """Return this rank's gradients to be sent, and forget them here."""
         raise NotImplementedError
-
-    def sent(self, param: int) -> None:
-        """Note that the gradient of `param` is on its way to its owner."""
 
     def before_collect(self, in_round: bool) -> None:
         """Note that the gradients are about to be collected."""
@@ -110,9 +111,9 @@ class Feeder:
 
     def clear(self) -> None:
         """Leave no gradient and no placeholder in `param.grad`."""
-        for index in self._trained:
-            self._params[index].grad = None
-            self._placeholders[index].take_incoming()
+        for param, placeholder in zip(self._training, self._placeholders.values(), strict=True):
+            param.grad = None
+            placeholder.incoming = None
 
 
 class AutogradFeeder(Feeder):
@@ -140,23 +141,30 @@ class AutogradFeeder(Feeder):
     @property
     def watched(self) -> list[torch.Tensor]:
         """The parameters whose gradients this feeder takes."""
-        return [self._params[index] for index in self._trained]
+        return self._training
 
     @override
     def kept(self, params: Iterable[int]) -> set[int]:
+        placeholders = self._placeholders
         return {
             index
             for index in params
-            if isinstance(self._params[index].grad, ShardedGrad) and index not in self._aside
+            if self._params[index].grad is placeholders[index] and index not in self._aside
         }
 
     @override
-    def take(self, param: int) -> torch.Tensor | None:
-        grad = self._params[param].grad
+    def take(self, params: Sequence[int]) -> list[torch.Tensor | None]:
+        return [self._take(index) for index in params]
+
+    def _take(self, index: int) -> torch.Tensor | None:
+        param, placeholder = self._params[index], self._placeholders[index]
+        grad = param.grad
+        if grad is not placeholder:
+            param.grad = placeholder
         if isinstance(grad, ShardedGrad):
-            self._aside.discard(param)
-            return grad.take_incoming()
-        self._start_over(param)
+            self._aside.discard(index)
+            return placeholder.take_incoming()
+        self._start_over(index)
         return grad
 
     def _start_over(self, param: int) -> None:
@@ -166,10 +174,6 @@ class AutogradFeeder(Feeder):
         reducer.forget(param)
         self._placeholders[param].take_incoming()
         self._aside.discard(param)
-
-    @override
-    def sent(self, param: int) -> None:
-        self._params[param].grad = self._placeholders[param]
 
     @override
     def hold_back(self, param: int) -> None:
@@ -226,12 +230,13 @@ class DDPFeeder(Feeder):
         return set()  # each backward pass starts over
 
     @override
-    def take(self, param: int) -> torch.Tensor | None:
+    def take(self, params: Sequence[int]) -> list[torch.Tensor | None]:
         reducer = self._reducer()
         assert reducer is not None
-        reducer.forget(param)
-        self._placeholders[param].take_incoming()
-        return self._offered.pop(param, None)
+        for index in params:
+            reducer.forget(index)
+            self._placeholders[index].take_incoming()
+        return [self._offered.pop(index, None) for index in params]
 
     @override
     def before_collect(self, in_round: bool) -> None:

@@ -104,7 +104,9 @@ class Lanes:
             out = torch.empty_like(lane.shard)
             if buffer is lane.shard:
                 buffer, views = out, _param_views(self._plan, lane.bucket, out)
-        self._pack(lane.params, views, feeder, used)
+        grads = feeder.take(lane.params)
+        used.add(i for i, grad in zip(lane.params, grads, strict=True) if grad is not None)
+        self._pack(grads, views, buffer)
 
         def arrive() -> None:
             if out is not lane.shard:
@@ -114,25 +116,33 @@ class Lanes:
         work = self._comm.reduce_scatter(buffer, lane.bucket.cuts, out)
         self._in_flight.append(_InFlight(work, arrive))
 
+    @torch.no_grad()
     def _pack(
         self,
-        params: Sequence[int],
+        grads: Sequence[torch.Tensor | None],
         views: Sequence[torch.Tensor],
-        feeder: Feeder,
-        used: UsedParams,
+        buffer: torch.Tensor,
     ) -> None:
-        """Move the gradients of a bucket into its buffer, scaled by 1/N."""
+        """Copy the gradients of a bucket into its buffer, scaled by 1/N and rounded once."""
         scale = 1.0 / self._comm.world_size
-        for index, view in zip(params, views, strict=True):
-            grad = feeder.take(index)
+        sources: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        for grad, view in zip(grads, views, strict=True):
             if grad is None:
                 view.zero_()
             else:
-                used.add(index)
-                if grad.layout is not torch.strided:
-                    grad = grad.to_dense()
-                _scale(grad.detach(), scale, view)
-            feeder.sent(index)
+                sources.append(grad if grad.layout is torch.strided else grad.to_dense())
+                targets.append(view)
+        if any(grad.itemsize > buffer.itemsize for grad in sources):
+            for grad, view in zip(sources, targets, strict=True):
+                view.copy_(grad * scale if grad.itemsize > view.itemsize else grad)
+                if grad.itemsize <= view.itemsize:
+                    view.mul_(scale)
+        else:
+            if sources:
+                torch._foreach_copy_(targets, sources)
+            if scale != 1.0:
+                buffer.mul_(scale)  # one kernel for the bucket, padding included
 
     def _wait_for_oldest(self) -> None:
         oldest = self._in_flight[0]
@@ -217,11 +227,3 @@ def _piece_view(plan: ShardPlan, lane: Lane, piece: Piece) -> torch.Tensor:
         spec = plan.specs[piece.param]
         return lane.shard.as_strided(spec.shape, spec.stride, start)
     return lane.shard[start : start + piece.param_interval.numel]
-
-
-def _scale(grad: torch.Tensor, scale: float, view: torch.Tensor) -> None:
-    """Write `grad`, scaled, into `view`, rounding once to the narrower of their dtypes."""
-    if view.itemsize > grad.itemsize:
-        view.copy_(grad).mul_(scale)
-    else:
-        torch.mul(grad, scale, out=view)

@@ -74,7 +74,7 @@ class GradReducer(GradientSource):
     ) -> None:
         self._comm = comm
         self._plan = plan = params.plan
-        self._shard = params.shard
+        self._pieces = [(piece.param, tensor) for piece, tensor in params.shard]
         self._feeder = feeder
         self._overlap = overlap
         self._announce = announce
@@ -245,18 +245,20 @@ class GradReducer(GradientSource):
             if self._phase is Phase.OWED or replaced or not held:
                 self._announce("round", list)
                 self.shadow_round()
+                grads = self._feeder.gradients()
             self.lanes.wait()
             used = self._used.among(set(self.lanes.grads))
-            for piece, tensor in self._shard:
-                tensor.grad = self.lanes.grads[piece.param] if piece.param in used else None
+            for param, tensor in self._pieces:
+                tensor.grad = self.lanes.grads[param] if param in used else None
             if not self._paused:
                 self._phase = Phase.COLLECTED
             if self._used.nowhere():
                 self._drop()  # as for any optimizer, a parameter without gradient has None
-        for piece, tensor in self._shard:
-            # The user has cleared it by hand, for this step to leave the parameter alone.
-            if self.params[piece.param].grad is None:
-                tensor.grad = None
+        if any(grad is None for grad in grads):
+            # The user has cleared some by hand, for this step to leave those parameters alone.
+            for param, tensor in self._pieces:
+                if self.params[param].grad is None:
+                    tensor.grad = None
 
     @override
     def release(self) -> None:
@@ -295,7 +297,7 @@ class GradReducer(GradientSource):
     def _drop(self) -> None:
         """Leave no gradient and no placeholder."""
         self._feeder.clear()
-        for _, tensor in self._shard:
+        for _, tensor in self._pieces:
             tensor.grad = None
         self._forget_all()
 
@@ -337,8 +339,8 @@ class GradReducer(GradientSource):
         wanted = set(params)
         grads = [
             tensor.grad
-            for piece, tensor in self._shard
-            if piece.param in wanted and tensor.grad is not None
+            for param, tensor in self._pieces
+            if param in wanted and tensor.grad is not None
         ]
         unscale(self._comm, grads, found_inf, inv_scale)
 
@@ -362,7 +364,7 @@ class GradReducer(GradientSource):
         self.collect()
         return clip_norm(
             self._comm,
-            [tensor for _, tensor in self._shard],
+            [tensor for _, tensor in self._pieces],
             self.params[0].device,
             self.lanes.norm_dtype,
             max_norm,

@@ -6,7 +6,7 @@ rank travels with each round of reductions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -32,14 +32,15 @@ class UsedParams:
         # The first entry that counts, for parameters whose gradient was cleared in between.
         self._cleared_at: dict[int, int] = {}
 
-    def add(self, param: int) -> None:
-        """Note that `param` had a gradient on this rank."""
-        self._here.add(param)
+    def add(self, params: Iterable[int]) -> None:
+        """Note that these had a gradient on this rank."""
+        self._here.update(params)
 
     def clear(self, param: int) -> None:
         """Forget every earlier gradient of `param`."""
         self._here.discard(param)
-        self._cleared_at[param] = len(self._told)
+        if self._told:
+            self._cleared_at[param] = len(self._told)
 
     def clear_all(self) -> None:
         """Forget every gradient."""

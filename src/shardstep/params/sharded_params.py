@@ -6,7 +6,6 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 
-from shardstep.params.inputs import is_trainable
 from shardstep.params.masters import Masters, StepCopies, StepTensors
 from shardstep.params.shard import FreeMemory, Shard
 from shardstep.params.stochastic_rounding import StochasticRounding
@@ -72,7 +71,9 @@ class ShardedParams:
     def unchanged(self) -> bool:
         """Return whether no parameter was moved, frozen or unfrozen since `attach`."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.trainable == list(map(is_trainable, self.params)) and self.storage.intact()
+            # As `is_trainable`, written out: it is asked of every parameter three times a step.
+            now = [param.requires_grad or param.grad is not None for param in self.params]
+            return self.trainable == now and self.storage.intact()
 
     def refresh_masters(self) -> None:
         """Give every step tensor its parameter's value, before a step."""

@@ -12,17 +12,14 @@ import copy
 import warnings
 from functools import partial
 
-import pytest
 import torch
 from models import MLP, noise, rank, world_size
 from problems import Case
-from ranks import run_ranks
 from torch import Tensor, nn, optim
-from walks import Act, SavingWalk, Whole, common_folder, from_rank, plain, walked
+from walks import Act, SavingWalk, Whole, common_folder, from_rank, plain
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 
-ACTS = 40
 CASES = [
     Case(optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     Case(optim.AdamW, {"lr": 0.01}),
@@ -328,16 +325,3 @@ class Low(SavingWalk):
             self._clear_all()
             self.renew()
             checkpoint.load(folder / "saved", self._divided, model)
-
-
-def _go(seeds: range) -> list[str]:
-    return walked(Low, seeds, ACTS)
-
-
-def test_any_order_of_calls_comes_to_the_bits_of_masters_by_hand() -> None:
-    assert run_ranks(_go, 2, range(102, 105)) == [[]] * 2
-
-
-@pytest.mark.slow
-def test_so_do_many_more() -> None:
-    assert run_ranks(_go, 2, range(240, 252)) == [[]] * 2

@@ -10,23 +10,19 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from ddp_ways import HOOKS, WAYS, expected, groups_of, in_ddp, overlapping, set_up
+from ddp_ways import HOOKS, expected, groups_of, in_ddp, overlapping, set_up
 from models import PROBLEMS, Kind, Setup, rank
 from problems import Case, same_bits
-from ranks import run_ranks
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import lr_scheduler
-from walks import Act, Walk, Whole, from_rank, plain, walked
+from walks import Act, Walk, Whole, from_rank, plain
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 
-ACTS = 40
 KINDS: list[Kind] = [
     (optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     (optim.SGD, {"lr": 0.05}),
@@ -289,19 +285,3 @@ class BesideDDP(Walk):
         opt = self._divided.opt
         opt.consolidate_state_dict(1)
         opt.load_state_dict(from_rank(1, opt.state_dict() if rank() == 1 else None))
-
-
-def _go(seeds: range, way: str) -> list[str]:
-    return walked(partial(BesideDDP, way=way), seeds, ACTS)
-
-
-@pytest.mark.parametrize("way", ["drop-in", *WAYS])
-def test_any_order_of_calls_comes_to_the_bits_of_ddp(way: str) -> None:
-    assert run_ranks(_go, 2, range(1), way) == [[]] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["drop-in", *WAYS])
-def test_so_do_many_more(way: str) -> None:
-    ranks = 2 if way == "register" else 3  # where sums are added in another order than DDP's
-    assert run_ranks(_go, ranks, range(100, 104), way) == [[]] * ranks

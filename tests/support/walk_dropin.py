@@ -10,20 +10,15 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from problems import ELEMENT_WISE, Case
-from ranks import run_ranks
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
-from walks import Act, SavingWalk, Whole, common_folder, from_rank, is_plain, plain, walked
+from walks import Act, SavingWalk, Whole, common_folder, from_rank, is_plain, plain
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
-
-ACTS = 40
 
 CASES = [
     case
@@ -385,19 +380,3 @@ def _turned(tensor: Tensor) -> Tensor:
     if tensor.dim() == 2:
         return tensor.t().contiguous().t() if tensor.is_contiguous() else tensor.contiguous()
     return tensor.clone()
-
-
-def _go(seeds: range, low: bool) -> list[str]:
-    return walked(partial(DropIn, low=low), seeds, ACTS)
-
-
-@pytest.mark.parametrize("low", [False, True], ids=["32 bits", "16 bits"])
-def test_any_order_of_calls_comes_to_the_bits_of_the_whole_optimizer(low: bool) -> None:
-    assert run_ranks(_go, 2, range(3), low) == [[]] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("low", [False, True], ids=["32 bits", "16 bits"])
-@pytest.mark.parametrize("world_size", [3, 5])
-def test_so_it_does_on_any_number_of_ranks(world_size: int, low: bool) -> None:
-    assert run_ranks(_go, world_size, range(100, 105), low) == [[]] * world_size

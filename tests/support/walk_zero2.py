@@ -12,21 +12,15 @@ import contextlib
 import copy
 import random
 
-import pytest
 import torch
 from models import Branching, Kind, noise, rank, with_plain, with_zero, world_size
-from ranks import run_ranks
 from torch import Tensor, nn, optim
-from walks import Act, Walk, walked
+from walks import Act, Walk
 
 from shardstep import ZeroRedundancyOptimizer
 
-pytestmark = pytest.mark.slow
-
 KIND: Kind = (optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01})
 MAX_NORM = 0.05
-ACTS = 36
-WALKS = 20
 
 
 def _close(expected: Tensor, got: Tensor) -> bool:
@@ -166,12 +160,3 @@ class Looping(Walk):
         expected, got = (s.module(x, [0, 1, 2]) for s in (self._whole, self._divided))
         if not _close(expected, got):
             self.wrong.append("an output")
-
-
-def _go(seeds: range) -> list[str]:
-    return walked(Looping, seeds, ACTS)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_any_order_of_calls_comes_to_the_numbers_of_one_process(world_size: int) -> None:
-    assert run_ranks(_go, world_size, range(WALKS), timeout=110) == [[]] * world_size

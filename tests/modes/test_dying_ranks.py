@@ -1,0 +1,85 @@
+"""When a rank dies the others raise, name the operation, and never read what did not arrive."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from models import MLP, MLP_PROBLEM, SGD, noise, rank, with_zero
+from ranks import RankFailure, run_ranks
+from torch import Tensor, nn
+
+
+class _Dying(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        os._exit(17)
+
+
+class _Mortal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = MLP()
+        self.dies = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.body.layers):
+            x = torch.tanh(layer(x))
+            if number == 1 and self.dies:
+                x = _Dying.apply(x)
+        return x
+
+
+def _die_in_backward() -> None:
+    module = _Mortal()
+    zero = with_zero(module, SGD)
+    module.dies = rank() == 1
+    module(noise(0, 6, 16)).sum().backward()
+    zero.opt.step()
+
+
+def test_when_a_rank_dies_in_backward_the_others_raise_and_name_the_operation() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"shardstep: rank 0: reducing gradients failed"):
+        run_ranks(_die_in_backward, 2, timeout=120)
+    assert time.monotonic() - start < 50, "not by a timeout, which takes 60 seconds"
+
+
+def _die_around_the_gather(when: str) -> None:
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    zero.backward(0)
+    zero.opt.clip_grad_norm_(1.0)  # everybody has what they need for the step
+    if rank() == 1:
+        time.sleep(1.0 if when == "in flight" else 0.0)
+        os._exit(17)
+    time.sleep(0.0 if when == "in flight" else 1.0)
+    errors = []
+    try:
+        zero.opt.step()
+        time.sleep(2.0)  # by now the peer is dead
+    except RuntimeError as error:
+        errors.append(str(error))
+    # It is no use to ask again: what did not come is not taken for what should have come.
+    params = list(zero.module.parameters())
+    for param in params:
+        for _ in range(2):
+            try:
+                param.sum()
+            except RuntimeError as error:
+                errors.append(str(error))
+    assert all("rank 0: gathering parameters failed" in error for error in errors)
+    assert len(errors) >= 2 * len(params)
+    raise RuntimeError("every read raised")
+
+
+@pytest.mark.parametrize("when", ["in flight", "before the launch"])
+def test_parameters_that_did_not_arrive_can_never_be_read(when: str) -> None:
+    with pytest.raises(RankFailure, match="every read raised"):
+        run_ranks(_die_around_the_gather, 2, when, timeout=60)

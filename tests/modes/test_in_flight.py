@@ -1,0 +1,326 @@
+"""No read sees a parameter or a gradient that is still in flight; and what needs none of them does
+not wait."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import loops
+import pytest
+import surroundings
+import torch
+from doubles import AnyOrder
+from late import Late, Noted, in_flight
+from models import (
+    ADAMW,
+    MLP,
+    MLP_PROBLEM,
+    failing,
+    noise,
+    rank,
+    train,
+    with_ddp,
+)
+from problems import copies, differing
+from ranks import run_ranks
+from scenarios import MODULE, SCENARIOS, compared
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+DOUBLES = [
+    pytest.param(Late, id="late"),
+    pytest.param(AnyOrder, id="shuffled", marks=pytest.mark.slow),
+]
+
+# ----------------------------------------------------------------------- training through doubles
+
+
+NAMES = (
+    "every_model",
+    "average_the_weights",
+    "write_parameters",
+    "read_parameters_in_the_loss",
+    "step_again_on_the_same_gradients",
+    "evaluate_with_fused_attention",
+)
+
+
+def _compared(name: str, double: Any) -> list[str]:
+    assert SCENARIOS[name].loop.__module__ in (loops.__name__, surroundings.__name__)
+    return compared([name], double=double, modes=MODULE)
+
+
+@pytest.mark.parametrize("double", DOUBLES)
+@pytest.mark.parametrize("name", NAMES)
+def test_training_reads_nothing_that_has_not_arrived(name: str, double: Any) -> None:
+    assert run_ranks(_compared, 2, name, double) == [[], []]
+
+
+# ------------------------------------------------------------------- every way to read a parameter
+
+
+class _Scale(torch.autograd.Function):
+    """Reads its parameter in forward and, as saved, in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return weight * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        return grad * 2 + 0 * weight
+
+
+def _saved(model: nn.Module) -> list[Tensor]:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert not any(vars(param) for param in loaded.parameters())
+    loaded(noise(0, 6, 16))
+    return list(loaded.parameters())
+
+
+def _saved_with_variables(model: nn.Module) -> list[Tensor]:
+    file = io.BytesIO()
+    torch.save(model.state_dict(keep_vars=True), file)
+    file.seek(0)
+    return list(torch.load(file, weights_only=True).values())
+
+
+def _copied(model: nn.Module) -> list[Tensor]:
+    other = copy.deepcopy(model)
+    assert {type(param) for param in other.parameters()} == {nn.Parameter}
+    other(noise(0, 6, 16)).sum().backward()
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(1)
+    return list(other.parameters())
+
+
+def _printed(model: nn.Module) -> list[Tensor]:
+    assert not any("nan" in repr(param) + str(param) for param in model.parameters())
+    return []
+
+
+def _into_another(model: nn.Module) -> list[Tensor]:
+    other = MLP()
+    other.load_state_dict(model.state_dict())
+    return list(other.parameters())
+
+
+def _from_a_list(read: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], list[Tensor]]:
+    return lambda model: [read(param) for param in model.parameters()]
+
+
+def _together(model: nn.Module) -> list[Tensor]:
+    flat = torch.cat([param.flatten() for param in model.parameters()])
+    rows = torch.stack([param.sum() for param in model.parameters()])
+    assert torch.isfinite(rows).all()
+    sizes = [param.numel() for param in model.parameters()]
+    parts = flat.split(sizes)
+    return [part.view(p.shape) for part, p in zip(parts, model.parameters(), strict=True)]
+
+
+def _in_a_list_argument(model: nn.Module) -> list[Tensor]:
+    return torch._foreach_mul(list(model.parameters()), 1.0)  # type: ignore[no-any-return]
+
+
+def _out_argument(model: nn.Module) -> list[Tensor]:
+    return [
+        torch.mul(p, 1.0, out=torch.empty(p.shape)) for p in map(Tensor.detach, model.parameters())
+    ]
+
+
+def _averaged(model: nn.Module) -> list[Tensor]:
+    """The first update of an average copies the model."""
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    average.update_parameters(model)
+    return list(average.module.parameters())
+
+
+def _called(model: nn.Module) -> list[Tensor]:
+    params = dict(model.named_parameters())
+    out = functional_call(model, params, (noise(0, 6, 16),))
+    assert torch.isfinite(out).all()
+    return list(params.values())
+
+
+def _in_threads(model: nn.Module) -> list[Tensor]:
+    """Several threads ask at once; each of them has to wait."""
+    Noted.seconds = 0.02
+    found: list[list[Tensor]] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(copies(model.parameters()))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    Noted.seconds = 0.0
+    assert len(found) == 4
+    assert not any(differing(found[0], each) for each in found[1:])
+    return found[0]
+
+
+def _numpy(param: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.from_numpy(param.detach().numpy().copy())
+
+
+READS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
+    "parameters": lambda model: copies(model.parameters()),
+    "state_dict": lambda model: list(model.state_dict().values()),
+    "state_dict(keep_vars)": lambda model: list(model.state_dict(keep_vars=True).values()),
+    "torch.save": _saved,
+    "torch.save of variables": _saved_with_variables,
+    "pickle": lambda model: list(pickle.loads(pickle.dumps(list(model.parameters())))),
+    "deepcopy": _copied,
+    "deepcopy of a parameter": _from_a_list(copy.deepcopy),
+    "copy of a parameter": _from_a_list(copy.copy),
+    "print": _printed,
+    "load into another": _into_another,
+    "data": _from_a_list(lambda p: p.data),
+    "detach": _from_a_list(lambda p: p.detach()),
+    "numpy": _from_a_list(_numpy),
+    "array": _from_a_list(lambda p: torch.tensor(p.data.__array__())),
+    "tolist": _from_a_list(lambda p: torch.tensor(p.tolist())),
+    "clone": _from_a_list(lambda p: p.clone()),
+    "to": _from_a_list(lambda p: p.to(torch.float64).to(torch.float32)),
+    "item": _from_a_list(lambda p: torch.tensor([x.item() for x in p.flatten()]).view(p.shape)),
+    "index": _from_a_list(lambda p: torch.stack([p[i] for i in range(len(p))])),
+    "iterate": _from_a_list(lambda p: torch.stack(list(p))),
+    "storage": _from_a_list(
+        lambda p: (
+            torch.empty(0)
+            .set_(p.untyped_storage(), p.storage_offset(), p.shape, p.stride())
+            .clone()
+        )
+    ),
+    "dlpack": _from_a_list(lambda p: torch.from_dlpack(p.detach()).clone()),
+    "operator": _from_a_list(lambda p: 1 * p),
+    "right operand": _from_a_list(lambda p: torch.zeros(p.shape) + p),
+    "in place into another": _from_a_list(lambda p: torch.zeros(p.shape).add_(p.data)),
+    "assignment into another": _from_a_list(lambda p: _assigned(p)),
+    "cat": _together,
+    "foreach": _in_a_list_argument,
+    "out=": _out_argument,
+    "vector": lambda model: _vector(model),
+    "average": _averaged,
+    "functional_call": _called,
+    "threads": _in_threads,
+    "autograd function": _from_a_list(lambda p: _Scale.apply(p) / 2),
+    "einsum": _from_a_list(lambda p: torch.einsum("...->...", p)),
+    "under inference_mode": lambda model: _inference(model),
+    "eval forward": lambda model: _evaluated(model),
+}
+
+
+def _assigned(param: Tensor) -> Tensor:
+    target = torch.zeros(param.shape)
+    with torch.no_grad():
+        target[...] = param
+    return target
+
+
+def _vector(model: nn.Module) -> list[Tensor]:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    other = MLP()
+    nn.utils.vector_to_parameters(vector, other.parameters())
+    return list(other.parameters())
+
+
+def _inference(model: nn.Module) -> list[Tensor]:
+    with torch.inference_mode():
+        return [param + 0 for param in model.parameters()]
+
+
+def _evaluated(model: nn.Module) -> list[Tensor]:
+    model.eval()
+    with torch.no_grad():
+        assert torch.isfinite(model(noise(0, 6, 16))).all()
+    model.train()
+    return copies(model.parameters())
+
+
+def _read(double: Any) -> list[str]:
+    ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
+    train(ddp, MLP_PROBLEM, range(2))
+    expected = ddp.params
+    failures = []
+    for name, read in READS.items():
+        zero = in_flight(double)
+        watched = [p for p in zero.module.parameters() if type(p) is not nn.Parameter]
+        if len(watched) != len(expected):
+            failures.append(f"{name}: only {len(watched)} in flight, so this shows nothing")
+        if not all(isinstance(p, nn.Parameter) for p in zero.module.parameters()):
+            failures.append(f"{name}: not a Parameter in flight")
+        try:
+            got = read(zero.module)
+        except Exception as error:
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+            continue
+        if got and differing(expected, [t.detach() for t in got]):
+            failures.append(f"{name}: other values")
+        if {type(param) for param in zero.module.parameters()} != {nn.Parameter}:
+            failures.append(f"{name}: not landed")
+        if differing(expected, zero.params):
+            failures.append(f"{name}: has changed the model")
+    return failures
+
+
+@pytest.mark.parametrize("double", DOUBLES)
+def test_no_way_of_reading_a_parameter_in_flight_sees_an_old_value(double: Any) -> None:
+    assert run_ranks(_read, 2, double) == [[], []]
+
+
+# ------------------------------------------------------------------ the model and the optimizer
+
+
+def _converted_in_flight() -> list[str]:
+    ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
+    train(ddp, MLP_PROBLEM, range(2))
+    checks = []
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        zero = in_flight()
+        zero.module.to(dtype)
+        got = copies(zero.module.parameters())
+        checks.append((str(dtype), differing([p.to(dtype) for p in ddp.params], got)))
+    return failing(checks)
+
+
+def test_converting_a_model_in_flight_converts_what_arrives() -> None:
+    assert run_ranks(_converted_in_flight, 2) == [[], []]
+
+
+def _state_in_flight() -> list[str]:
+    ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
+    train(ddp, MLP_PROBLEM, range(2))
+    expected = ddp.opt.state_dict()["state"]
+    zero = in_flight()
+    zero.opt.consolidate_state_dict(to=1)
+    failures = []
+    if rank() == 1:
+        got = zero.opt.state_dict()["state"]
+        failures += [
+            f"{index} {key}"
+            for index, entry in expected.items()
+            for key, value in entry.items()
+            if differing([value], [got[index][key]])
+        ]
+    zero = in_flight()
+    whole = zero.opt.full_state("layers.1.weight")
+    failures += [key for key, value in expected[2].items() if differing([value], [whole[key]])]
+    return failures
+
+
+def test_the_optimizers_state_is_complete_while_parameters_are_in_flight() -> None:
+    assert run_ranks(_state_in_flight, 2) == [[], []]

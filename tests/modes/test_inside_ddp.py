@@ -1,0 +1,402 @@
+"""Stepping inside of DDP's backward, beyond the scenarios that all modes share."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_ways import HOOKS, WAYS, compare, expected, in_ddp, overlapping, plain_loop, seen_in
+from doubles import AnyOrder, LateArrival, behind_the_door
+from graphs import READS
+from models import ADAMW, MLP, MLP_PROBLEM, Setup, failing, noise, rank
+from problems import copies, differing
+from ranks import raises_on_every_rank, run_ranks
+from torch import Tensor, nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
+from torch.optim import Optimizer
+
+from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step, register
+
+FINE = [[], []]
+
+
+# DDP compares the annotations of a hook with classes, so that here, where they are strings, hooks
+# that it is handed have none.
+
+
+def at_once(state, bucket):  # type: ignore[no-untyped-def]
+    """A communication hook that is done when it returns: the next bucket finds it so."""
+    dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def rebuilt_buckets() -> tuple[int, int]:
+    """How many buckets DDP has at first, and after it has seen the order of gradients."""
+    seen: list[int] = []
+
+    def count(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        seen.append(bucket.index())
+        return allreduce_hook(None, bucket)
+
+    setup = overlapping("interleaved", MLP_PROBLEM.fresh(), comm_hook=count)
+    setup.backward(0)
+    first = len(seen)
+    setup.finish()
+    setup.backward(1)
+    return first, len(seen) - first
+
+
+def test_ddp_has_several_buckets_in_these_tests_and_rebuilds_them() -> None:
+    for first, then in run_ranks(rebuilt_buckets, 2):
+        assert then > 2
+        assert first != then
+
+
+# ---------------------------------------------------------------------- classes that count steps
+
+
+class CountsInGroups(Optimizer):
+    """Counts its steps beside the parameters, if there is anything to step on.
+
+    A rank whose parameters have no gradient counts otherwise than the others, so it would be
+    refused. Here every parameter has one, and the class says that it may be divided.
+    """
+
+    shardstep_layout = "whole"
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            given = [param for param in group["params"] if param.grad is not None]
+            group["count"] += bool(given)
+            for param in given:
+                param.sub_(param.grad, alpha=group["lr"] / group["count"])
+
+
+class CountsInItself(Optimizer):
+    """Counts its steps in an attribute."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / self.count)
+
+
+COUNTING = (CountsInGroups, CountsInItself)
+
+
+def counting_at_the_end() -> list[str]:
+    checks = []
+    for counting in COUNTING:
+        for way, found in compare(plain_loop(), kind=(counting, {}), ways=["hook", "register"]):
+            checks.append((f"{counting.__name__}, {way}", found))
+    return failing(checks)
+
+
+def test_a_class_that_counts_steps_may_step_at_the_end_of_backward() -> None:
+    assert run_ranks(counting_at_the_end, 2) == FINE
+
+
+def counting_by_buckets(counting: type[Optimizer], module: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    setup = overlapping("interleaved", module(), (counting, {}), comm_hook=at_once)
+    setup.backward(0)
+
+
+class OneWeight(nn.Module):
+    """There is nothing in it for the second rank to own, and so to count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize("module", [MLP, OneWeight])
+@pytest.mark.parametrize("counting", COUNTING)
+def test_it_may_not_step_by_buckets(counting: type[Optimizer], module: type[nn.Module]) -> None:
+    match = f"{counting.__name__} counts its steps.*use hook_with_zero_step"
+    raises_on_every_rank(counting_by_buckets, 2, RuntimeError, counting, module, match=match)
+
+
+# ------------------------------------------------------------------------- communication hooks
+
+
+def bf16(state, bucket):  # type: ignore[no-untyped-def]
+    """Under another name: DDP refuses the one it knows where there is no NCCL."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+def power_state() -> Any:
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+
+
+def communication_hooks() -> list[str]:
+    checks = []
+    for hook in (allreduce_hook, default_hooks.fp16_compress_hook, bf16, at_once):
+        for kind in (ADAMW, (optim.Adafactor, {"lr": 0.01})):
+            for way, found in compare(plain_loop(), kind=kind, ways=list(HOOKS), comm_hook=hook):
+                checks.append((f"{hook.__name__}, {kind}, {way}", found))
+    # One bucket: PowerSGD sends from the threads in which earlier messages arrive, and on Gloo
+    # DDP's own buckets mix their messages up.
+    for way, found in compare(
+        plain_loop(steps=6),
+        ways=list(HOOKS),
+        comm_hook=powerSGD_hook.powerSGD_hook,
+        state=power_state,
+        bucket_cap_mb=25,
+    ):
+        checks.append((f"PowerSGD, {way}", found))
+    return failing(checks)
+
+
+def test_any_communication_hook() -> None:
+    assert run_ranks(communication_hooks, 2) == FINE
+
+
+# ---------------------------------------------------------------------------- groups and ranks
+
+
+def groups_added_before() -> list[str]:
+    reference = seen_in(expected(MLP_PROBLEM.fresh()), plain_loop())
+    checks = []
+    for way in WAYS:
+        model = in_ddp(MLP_PROBLEM.fresh())
+        first, *rest = model.parameters()
+        opt: Any = ZeroRedundancyOptimizer(
+            [first], ADAMW[0], overlap_with_ddp=True, bucket_bytes=1, **ADAMW[1]
+        )
+        opt.add_param_group({"params": rest})
+        if way == "register":
+            register(model, opt)
+        else:
+            model.register_comm_hook(None, HOOKS[way](allreduce_hook, model, opt))
+        setup = Setup(model, model.module, opt, model.no_sync, lambda: torch.zeros(()))
+        checks.append((way, differing(reference, seen_in(setup, plain_loop()))))
+    return failing(checks)
+
+
+def test_a_group_may_be_added_before_the_hook_is_made() -> None:
+    assert run_ranks(groups_added_before, 2) == FINE
+
+
+def sharded_within(ways: Iterable[str]) -> list[str]:
+    """DDP over four ranks, the state divided among pairs of them: each pair has a copy."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    reference = seen_in(expected(MLP_PROBLEM.fresh(), comm_hook=allreduce_hook), plain_loop())
+    checks = []
+    for way in ways:
+        setup = overlapping(way, MLP_PROBLEM.fresh(), zero={"process_group": pairs[rank() // 2]})
+        checks.append((way, differing(reference, seen_in(setup, plain_loop()))))
+    return failing(checks)
+
+
+def test_the_state_may_be_divided_among_some_of_ddps_ranks() -> None:
+    assert run_ranks(sharded_within, 4, list(HOOKS)) == [[]] * 4
+
+
+# ------------------------------------------------------------------ nothing stale, nothing early
+
+
+def read_after_backward(double: Any) -> list[str]:
+    """Read parameters right after backward, before `step()` is called."""
+    checks = []
+    reference = expected(MLP_PROBLEM.fresh())
+    with behind_the_door(double) if double else contextlib.nullcontext():
+        setups = {way: overlapping(way, MLP_PROBLEM.fresh()) for way in WAYS}
+    readers: list[Callable[[Setup], Iterable[Tensor]]] = [
+        lambda s: s.model.state_dict().values(),  # type: ignore[attr-defined]
+        lambda s: s.module.state_dict().values(),
+        lambda s: s.module.parameters(),
+    ]
+    for step, read in enumerate(readers):
+        reference.backward(step)
+        reference.finish()
+        for way, setup in setups.items():
+            setup.backward(step)
+            found = differing(reference.params, copies(read(setup)))
+            checks.append((f"{way}, step {step}", found))
+            setup.finish()
+    return failing(checks)
+
+
+@pytest.mark.parametrize("double", [None, LateArrival, AnyOrder])
+def test_parameters_read_right_after_backward_are_up_to_date(double: Any) -> None:
+    assert run_ranks(read_after_backward, 2, double) == FINE
+
+
+def hooks_done_at_once() -> list[str]:
+    checks = []
+    for double in (LateArrival, AnyOrder):
+        with behind_the_door(double):
+            checks += compare(plain_loop(), ways=list(HOOKS), comm_hook=at_once)
+    return failing(checks)
+
+
+def test_no_result_of_a_hook_is_used_before_it_has_arrived() -> None:
+    assert run_ranks(hooks_done_at_once, 2) == FINE
+
+
+def read_in_backward_by_buckets() -> None:
+    setup = overlapping("interleaved", READS.fresh(), comm_hook=at_once)
+    for step in range(3):
+        setup.backward(step, READS)
+        setup.finish()
+
+
+def test_a_parameter_that_backward_needs_after_it_has_stepped_is_an_error() -> None:
+    """On every rank, whether or not it owns the weight."""
+    raises_on_every_rank(
+        read_in_backward_by_buckets, 2, RuntimeError, match="modified by an inplace operation"
+    )
+
+
+# --------------------------------------------------------------------------------------- errors
+
+
+def make_zero(model: Any, **options: Any) -> Any:
+    return ZeroRedundancyOptimizer(
+        model.parameters(), optim.SGD, lr=0.1, **{"overlap_with_ddp": True, **options}
+    )
+
+
+def tie(way: str, model: Any, opt: Any) -> None:
+    if way == "register":
+        register(model, opt)
+    else:
+        HOOKS[way](allreduce_hook, model, opt)
+
+
+def without_overlap(way: str) -> None:
+    model = in_ddp(MLP())
+    tie(way, model, make_zero(model, overlap_with_ddp=False))
+
+
+def other_parameters(way: str) -> None:
+    tie(way, in_ddp(MLP()), make_zero(MLP()))
+
+
+def not_in_ddp(way: str) -> None:
+    model = MLP()
+    tie(way, model, make_zero(model))
+
+
+def the_wrong_way_round(way: str) -> None:
+    model = in_ddp(MLP())
+    tie(way, make_zero(model), model)
+
+
+def too_few_parameters(way: str) -> None:
+    model = in_ddp(MLP())
+    tie(way, model, make_zero(model.module.layers))
+    model.module.late = nn.Linear(3, 3)
+    tie(way, model, make_zero(model.module.layers))
+
+
+def never_tied(way: str) -> None:
+    model = in_ddp(MLP())
+    make_zero(model).step()
+
+
+def never_registered(way: str) -> None:
+    model = in_ddp(MLP())
+    opt = make_zero(model)
+    hook_with_zero_step(allreduce_hook, model, opt)
+    model(noise(0, 6, 16)).sum().backward()
+    opt.step()
+
+
+def module_too(way: str) -> None:
+    model = MLP()
+    make_zero(model, module=model)
+
+
+def ignored_by_ddp(way: str) -> None:
+    module: Any = MLP()
+    module._ddp_params_and_buffers_to_ignore = ["layers.2.weight"]
+    model = in_ddp(module)
+    tie(way, model, make_zero(model))
+
+
+def beyond_ddp(way: str) -> None:
+    alone = [dist.new_group([each]) for each in range(2)][rank()]
+    model = in_ddp(MLP(), process_group=alone)
+    tie(way, model, make_zero(model))
+
+
+def not_all_joined(way: str) -> None:
+    setup = overlapping(way, MLP())
+    with Join([setup.model]):  # type: ignore[list-item]
+        for step in range(2 + rank()):
+            setup.backward(step)
+
+
+def joined_the_other_way_round(way: str) -> None:
+    setup = overlapping(way, MLP())
+    with Join([setup.opt, setup.model]):  # type: ignore[list-item]
+        for step in range(2 + rank()):
+            setup.backward(step)
+
+
+ERRORS: dict[Callable[[str], None], tuple[type[Exception], str]] = {
+    without_overlap: (ValueError, "constructed with overlap_with_ddp=True"),
+    other_parameters: (ValueError, "parameter 0 of the optimizer is not a parameter of the DDP"),
+    not_in_ddp: (TypeError, "has to be a DistributedDataParallel and zero .* not a MLP and a Zero"),
+    the_wrong_way_round: (TypeError, "not a ZeroRedundancyOptimizer and a DistributedData"),
+    too_few_parameters: (ValueError, "'late.weight' of the DDP module trains but was not given"),
+    never_tied: (RuntimeError, r"no DDP module was tied.*register\(ddp, optimizer\)"),
+    never_registered: (RuntimeError, r"but none was: register the hook with ddp.register_comm"),
+    module_too: (ValueError, "module= replaces DDP: leave out overlap_with_ddp=True"),
+    ignored_by_ddp: (ValueError, "'layers.2.weight' .* in DDP's parameters_to_ignore"),
+    beyond_ddp: (ValueError, r"\[0, 1\], reaches beyond the DDP module's, of ranks \[[01]\]"),
+    not_all_joined: (RuntimeError, r"use Join\(\[ddp, zero\]\)"),
+    joined_the_other_way_round: (RuntimeError, r"use Join\(\[ddp, zero\]\)"),
+}
+
+
+def each_refused(way: str) -> list[str]:
+    """Mistakes that are found before anything is sent leave the ranks fit for the next one."""
+    checks = []
+    for mistake, (error, match) in ERRORS.items():
+        if mistake in (not_all_joined, joined_the_other_way_round):
+            continue
+        try:
+            mistake(way)
+            checks.append((mistake.__name__, "nothing raised"))
+        except error as raised:
+            checks.append((mistake.__name__, not re.search(match, str(raised)) and str(raised)))
+    return failing(checks)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_mistakes_are_refused_on_every_rank(way: str) -> None:
+    assert run_ranks(each_refused, 2, way) == FINE
+
+
+@pytest.mark.parametrize("mistake", [not_all_joined, joined_the_other_way_round])
+def test_the_optimizer_joins_behind_ddp(mistake: Callable[[str], None]) -> None:
+    error, match = ERRORS[mistake]
+    for way in WAYS:
+        raises_on_every_rank(mistake, 2, error, way, match=match)

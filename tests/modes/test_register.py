@@ -1,0 +1,102 @@
+"""`register`: DDP reduces to owners. What is sent, and what is left in `grad`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ddp_ways import expected, in_ddp, overlapping
+from models import MLP, MLP_PROBLEM, rank, train
+from problems import differing
+from ranks import run_ranks
+from torch import nn, optim
+from traffic import counted
+
+from shardstep import ZeroRedundancyOptimizer, register
+
+STEPS = 3
+
+
+def sent(**ddp: Any) -> tuple[float, int]:
+    """Bytes sent per step by this rank, and those of all parameters."""
+    model = MLP(256, 6)
+    with counted() as traffic:
+        setup = overlapping("register", model, zero={"bucket_bytes": None}, **ddp)
+    traffic.reset()
+    train(setup, MLP_PROBLEM, range(STEPS))
+    return traffic.nbytes.total() / STEPS, sum(param.nbytes for param in model.parameters())
+
+
+def traffic_of_register() -> list[tuple[float, int]]:
+    options = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+    return [sent(bucket_cap_mb=25), *(sent(bucket_cap_mb=25, **{name: True}) for name in options)]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_step_sends_two_thirds_of_what_an_all_reduce_and_a_gather_would(world_size: int) -> None:
+    for measured in run_ranks(traffic_of_register, world_size):
+        for nbytes_sent, nbytes in measured:
+            planned = 2 * (world_size - 1) / world_size * nbytes
+            assert planned * 0.99 <= nbytes_sent <= planned * 1.02
+
+
+def collectives() -> tuple[int, int]:
+    """How often DDP's group is used in a step: with a hook that reduces, and with ours."""
+    counts = []
+    for way in ("hook", "register"):
+        setup = overlapping(way, MLP())
+        train(setup, MLP_PROBLEM, range(2))
+        group: Any = dist.group.WORLD
+        before = group._get_sequence_number_for_group()
+        train(setup, MLP_PROBLEM, range(2, 3))
+        counts.append(group._get_sequence_number_for_group() - before)
+    return counts[0], counts[1]
+
+
+def test_ddp_itself_sends_nothing() -> None:
+    for reducing, offering in run_ranks(collectives, 2):
+        assert reducing > 0
+        assert offering == 0
+
+
+def looking_at_gradients() -> bool:
+    plain, setup = expected(MLP_PROBLEM.fresh()), overlapping("register", MLP_PROBLEM.fresh())
+    for step in range(3):
+        plain.backward(step)
+        setup.backward(step)
+        pairs = list(zip(plain.module.parameters(), setup.module.parameters(), strict=True))
+        assert all(type(mine.grad).__name__ == "ShardedGrad" for _, mine in pairs)
+        grads = [theirs.grad for theirs, _ in pairs if theirs.grad is not None]
+        assert differing(grads, [setup.opt.full_grad(mine) for _, mine in pairs]) == []
+        with pytest.raises(RuntimeError, match="is sharded across ranks"):
+            nn.utils.clip_grad_norm_(setup.module.parameters(), 1.0)
+        plain.finish()
+        setup.finish()
+        # Once cleared they are gone, and asking for them does not bring them back.
+        assert all(setup.opt.full_grad(mine) is None for _, mine in pairs)
+        assert all(mine.grad is None for _, mine in pairs)
+    return differing(plain.params, setup.params) == []
+
+
+def test_gradients_are_with_their_owners() -> None:
+    assert run_ranks(looking_at_gradients, 2) == [True, True]
+
+
+def refusals() -> None:
+    setup = overlapping("register", MLP())
+    with pytest.raises(RuntimeError, match="register_comm_hook"):
+        register(setup.model, setup.opt)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"use ddp\.no_sync\(\)"), setup.opt.no_sync():
+        pass
+    alone = [dist.new_group([each]) for each in range(2)][rank()]
+    model = in_ddp(MLP())
+    opt = ZeroRedundancyOptimizer(
+        model.parameters(), optim.SGD, alone, overlap_with_ddp=True, lr=0.1
+    )
+    with pytest.raises(ValueError, match=r"must have the ranks .* \[0, 1\], not \["):
+        register(model, opt)
+
+
+def test_a_second_hook_its_own_no_sync_and_fewer_ranks_are_refused() -> None:
+    run_ranks(refusals, 2)

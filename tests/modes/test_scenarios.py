@@ -1,0 +1,274 @@
+"""Every scenario in every mode comes to the numbers of DDP and the unsharded optimizer.
+
+At two ranks the order of every sum is the same, so all is equal to the bit; so it is at one. At
+three, `module=` and `register` add gradients in the order of the ranks and DDP in another: those
+two are equal to each other to the bit, and close to DDP. `FILES` has the scenarios.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import freezing
+import graphs
+import loops
+import pytest
+import surroundings
+import torch
+import torch.distributed as dist
+import uneven
+from doubles import AnyOrder, LateArrival
+from models import ADAMW, MLP_PROBLEM, PROBLEMS, rank, train
+from problems import copies, difference, differing
+from ranks import raises_on_every_rank, run_ranks
+from scenarios import ALL, APART, MODULE, SCENARIOS, WAYS, compared, sharded, unsharded
+from torch import Tensor, optim
+
+from shardstep import checkpoint
+
+FILES = (freezing, graphs, loops, surroundings, uneven)
+assert {each.loop.__module__ for each in SCENARIOS.values()} == {file.__name__ for file in FILES}
+
+Errors = dict[tuple[str, tuple[str, ...]], tuple[type[Exception], str]]
+
+REFUSED: Errors = {
+    ("clip", WAYS): (RuntimeError, r"clip_grad_norm_\(\) comes too late"),
+    ("grad_scaler", WAYS): (RuntimeError, "GradScaler comes too late"),
+    ("closure", WAYS): (ValueError, "cannot evaluate a closure"),
+    ("zero_in_place", ("register",)): (ValueError, "without set_to_none=False"),
+    ("zero_in_place_through_the_module", ("register",)): (ValueError, "without set_to_none=False"),
+    ("never_clear", ("register",)): (RuntimeError, r"call zero_grad\(\)"),
+    ("sparse_gradients", ("interleaved", "register")): (
+        ValueError,
+        "'tokens' makes sparse gradients",
+    ),
+    ("uneven_inputs_divided_by_those_that_are_left", ("register",)): (
+        RuntimeError,
+        "leave out Join's divide_by_initial_world_size",
+    ),
+}
+"""Scenarios that some modes refuse on every rank, with the error."""
+
+WRONG = {
+    ("channels_last_weights", "register"): "the bucket's order is taken for the parameter's",
+    ("uneven_inputs_and_a_scheduler", "register"): "a joined rank keeps its old learning rate",
+}
+"""Known to come to other numbers."""
+
+
+def _works(name: str) -> list[str]:
+    refused = {mode for (each, modes) in REFUSED for mode in modes if each == name}
+    wrong = {mode for each, mode in WRONG if each == name}
+    return [mode for mode in ALL if mode not in refused | wrong]
+
+
+def _compare(name: str, **options: Any) -> list[str]:
+    warnings.simplefilter("ignore")
+    return compared([name], **{"modes": _works(name), **options})
+
+
+@pytest.mark.parametrize("name", [name for name, each in SCENARIOS.items() if not each.slow])
+def test_two_ranks_equal_ddp_to_the_bit(name: str) -> None:
+    assert run_ranks(_compare, 2, name) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_so_do_all_classes_layouts_and_options(name: str) -> None:
+    assert run_ranks(_compare, 2, name, thorough=True, timeout=300) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_other_numbers_of_ranks(name: str, world_size: int) -> None:
+    if world_size in SCENARIOS[name].ranks:
+        assert run_ranks(_compare, world_size, name) == [[]] * world_size
+
+
+@pytest.mark.parametrize("name", ["every_model", "closure", "clear_some_by_hand", "never_clear"])
+def test_without_a_process_group_it_is_the_plain_optimizer(name: str) -> None:
+    assert _compare(name, modes=APART) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, each in SCENARIOS.items() if 0 in each.ranks])
+def test_so_it_is_in_every_scenario(name: str) -> None:
+    assert _compare(name, modes=APART) == []
+
+
+DOUBLED = ("unused_parameters_with_no_sync", "accumulate_with_no_sync")
+
+
+@pytest.mark.parametrize("double", [LateArrival, AnyOrder])
+@pytest.mark.parametrize("name", DOUBLED)
+def test_no_result_is_used_before_it_has_arrived(name: str, double: Any) -> None:
+    assert run_ranks(_compare, 2, name, double=double) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("double", [LateArrival, AnyOrder])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_nor_is_it_in_any_scenario(name: str, double: Any) -> None:
+    assert run_ranks(_compare, 2, name, double=double) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [(name, mode) for name, modes in REFUSED for mode in modes]
+)
+def test_refusals_are_raised_on_every_rank(name: str, mode: str) -> None:
+    error, match = next(
+        raised for (each, modes), raised in REFUSED.items() if each == name and mode in modes
+    )
+    raises_on_every_rank(_compare, 2, error, name, modes=[mode], match=match)
+
+
+@pytest.mark.xfail(strict=True, reason="known to be wrong")
+@pytest.mark.parametrize(("name", "mode"), WRONG)
+def test_known_to_be_wrong(name: str, mode: str) -> None:
+    assert run_ranks(_compare, 2, name, modes=[mode]) == [[], []]
+
+
+# ---------------------------------------------------------------------------- ranks and subgroups
+
+
+def _repeated() -> tuple[list[str], list[Tensor]]:
+    seen: list[list[Tensor]] = []
+    for _ in range(2):
+        runs = []
+        for mode in (*MODULE, "register"):
+            for problem in (PROBLEMS["gpt"], PROBLEMS["branching"]):
+                options = {"find_unused_parameters": problem.find_unused}
+                setup = sharded(mode, problem.fresh(), **options)
+                train(setup, problem, range(6))
+                runs += setup.params
+        seen.append(runs)
+    return [str(found) for found in differing(*seen)], seen[0]
+
+
+@pytest.mark.slow
+def test_four_ranks_repeat_themselves_and_have_equal_parameters() -> None:
+    (failures, first), *others = run_ranks(_repeated, 4)
+    assert failures == []
+    for failed, params in others:
+        assert failed == []
+        assert differing(first, params) == []
+
+
+def _within_a_subgroup() -> list[str]:
+    """Global ranks 1 and 2 are ranks 0 and 1 of their group."""
+    group = dist.new_group([1, 2])
+    if rank() == 0:
+        return []
+    reference = unsharded(MLP_PROBLEM.fresh(), ADAMW, process_group=group)
+    expected = [*train(reference, MLP_PROBLEM, range(5)), *reference.params]
+    failures = []
+    for mode in ALL:
+        setup = sharded(mode, MLP_PROBLEM.fresh(), process_group=group)
+        got = [*train(setup, MLP_PROBLEM, range(5)), *setup.params]
+        failures += [f"{mode}: {found}" for found in differing(expected, got)]
+    return failures
+
+
+def test_every_mode_works_within_a_subgroup() -> None:
+    assert run_ranks(_within_a_subgroup, 3) == [[]] * 3
+
+
+# ------------------------------------------------------------------------------------- the state
+
+
+def _moves(sources: list[str]) -> list[str]:
+    """Three steps in one mode, three in another: as if all six had been taken with DDP."""
+    warnings.simplefilter("ignore")  # that what no rank used has no state
+    failures = []
+    for problem in (MLP_PROBLEM, PROBLEMS["branching"]):
+        options = {
+            "find_unused_parameters": problem.find_unused,
+            "groups": surroundings.several_groups,
+        }
+
+        def made(mode: str, number: int, problem: Any = problem, options: Any = options) -> Any:
+            if mode == "unsharded":
+                return unsharded(problem.fresh(), ADAMW, **options)
+            layouts = [{"layout": "sliced"}, {"layout": "whole", "bucket_bytes": 1 << 30}]
+            return sharded(mode, problem.fresh(), zero=layouts[number % 2], **options)
+
+        reference = made("unsharded", 0)
+        losses = train(reference, problem, range(3))
+        whole = copy.deepcopy(dict(sorted(reference.opt.state_dict()["state"].items())))
+        expected = [*losses, *train(reference, problem, range(3, 6)), *reference.params]
+        for number, source in enumerate(sources):
+            first = made(source, number)
+            losses = train(first, problem, range(3))
+            state = surroundings.consolidated(first.opt)
+            if found := difference(whole, dict(sorted(state["state"].items()))):
+                failures.append(f"{source}: {found}")
+            values = {key: value.clone() for key, value in first.module.state_dict().items()}
+            for place, target in enumerate((*ALL, "unsharded")):
+                second = made(target, number + place + 1)
+                second.module.load_state_dict(values)
+                second.opt.load_state_dict(state)
+                got = [*losses, *train(second, problem, range(3, 6)), *second.params]
+                if differing(expected, got):
+                    failures.append(f"{source} -> {target}: {differing(expected, got)}")
+                if target in MODULE:
+                    second.opt.detach()
+    return failures
+
+
+@pytest.mark.parametrize("source", [*ALL, "unsharded"])
+def test_state_moves_from_each_mode_to_every_other(source: str) -> None:
+    assert run_ranks(_moves, 2, [source]) == [[], []]
+
+
+def _state(setup: Any) -> list[Any]:
+    params = list(setup.module.parameters())
+    return [*copies(params), *(setup.opt.full_state(param) for param in params)]
+
+
+def _save(folder: Path) -> dict[str, list[Any]]:
+    saved = {}
+    for mode in ALL:
+        setup = sharded(mode, MLP_PROBLEM.fresh())
+        train(setup, MLP_PROBLEM, range(2))
+        checkpoint.save(folder / mode, setup.opt, setup.module)
+        saved[mode] = _state(setup)
+    return saved
+
+
+def _load(folder: Path, saved: dict[str, list[Any]]) -> list[str]:
+    failures = []
+    for number, source in enumerate(ALL):
+        target = ALL[number - 3]
+        setup = sharded(target, MLP_PROBLEM.fresh())
+        checkpoint.load(folder / source, setup.opt, setup.module)
+        if found := difference(saved[source], _state(setup)):
+            failures.append(f"{source} -> {target}: {found}")
+    return failures
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_checkpoint_of_any_mode_loads_into_another_at_another_number_of_ranks(
+    tmp_path: Path, world_size: int
+) -> None:
+    saved, _ = run_ranks(_save, 2, tmp_path)
+    assert run_ranks(_load, world_size, tmp_path, saved) == [[]] * world_size
+
+
+# ---------------------------------------------------------------------------- the matrix itself
+
+
+def _changed() -> bool:
+    """Whether a comparison notices a learning rate that differs in the last digits."""
+    other = (optim.AdamW, {"lr": 0.01 + 1e-7, "weight_decay": 0.1})
+    reference = unsharded(MLP_PROBLEM.fresh(), ADAMW)
+    setup = sharded("module", MLP_PROBLEM.fresh(), other)
+    expected, got = (train(each, MLP_PROBLEM, range(3)) for each in (reference, setup))
+    return bool(differing(expected, got)) and not torch.equal(reference.params[0], setup.params[0])
+
+
+def test_the_comparison_sees_the_last_digits() -> None:
+    assert run_ranks(_changed, 2) == [True, True]

@@ -1,0 +1,321 @@
+"""Calls that cannot be done: every rank raises within seconds, and nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bad import SECONDS, SGD, Adam, build, p, sparse
+from ranks import raises_on_every_rank, run_ranks
+from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from shardstep import ZeroRedundancyOptimizer
+from shardstep.comm import SoloComm
+from shardstep.comm.consensus import run_on_all_ranks
+
+# -------------------------------------------------------------------------- adding a group
+
+BAD_GROUPS: dict[str, tuple[Callable[[list[torch.Tensor]], dict[str, Any]], type[Exception]]] = {
+    "something that is no tensor": (lambda params: {"params": [p(4), 3]}, TypeError),
+    "a sparse parameter": (lambda params: {"params": [sparse()]}, ValueError),
+    "a parameter it has already": (lambda params: {"params": [params[0]]}, ValueError),
+    "memory it has already": (
+        lambda params: {"params": [torch.nn.Parameter(params[0].detach())]},
+        ValueError,
+    ),
+    "a set, which has no order": (lambda params: {"params": {p(4), p(5)}}, TypeError),
+}
+
+
+def take_step(params: list[torch.Tensor], optimizer: torch.optim.Optimizer, step: int) -> None:
+    for index, param in enumerate(params):
+        generator = torch.Generator().manual_seed(100 * step + index)
+        param.grad = torch.rand(param.shape, generator=generator)
+    optimizer.step()
+
+
+def add_bad_group(case: str, where: str, view: bool) -> tuple[str, str]:
+    """Adds a bad group, then goes on as if nothing had been; returns the error."""
+    params, plain = ([p(30, 30), p(9)] for _ in range(2))
+    opt = build(params, Adam, parameters_as_bucket_view=view, lr=0.1)
+    reference = Adam(plain, lr=0.1)
+    take_step(params, opt, 0)
+    take_step(plain, reference, 0)
+    before = opt.plan.fingerprint, [param.data_ptr() for param in params]
+    rank = dist.get_rank()
+    group: dict[str, Any] = {"params": [p(4)]}
+    if case == "another shape":
+        group = {"params": [p(4 + rank)]}
+    elif where == "everywhere" or rank == 1:
+        group = BAD_GROUPS[case][0](params)
+    try:
+        opt.add_param_group(group)
+    except Exception as error:
+        seen = type(error).__name__, str(error)
+    else:
+        raise AssertionError("the group was taken")
+    assert (opt.plan.fingerprint, [param.data_ptr() for param in params]) == before
+    assert [len(group["params"]) for group in opt.param_groups] == [2]
+    assert len(opt.optim.param_groups) == 1
+    # The next step, a good group and the step after that all work, with the right numbers.
+    for optimizer, held in ((opt, params), (reference, plain)):
+        take_step(held, optimizer, 1)
+        held.append(p(200))
+        optimizer.add_param_group({"params": [held[-1]], "lr": 0.5})
+        take_step(held, optimizer, 2)
+    for param, expected in zip(params, plain, strict=True):
+        assert torch.equal(param, expected)
+    return seen
+
+
+@pytest.mark.parametrize("case", BAD_GROUPS)
+@pytest.mark.parametrize("where", ["everywhere", "on rank 1"])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_bad_group_is_refused_on_every_rank_and_changes_nothing(
+    case: str, where: str, view: bool
+) -> None:
+    error = BAD_GROUPS[case][1]
+    seen = run_ranks(add_bad_group, 2, case, where, view, timeout=SECONDS)
+    elsewhere = error.__name__ if where == "everywhere" else "RuntimeError"
+    assert [kind for kind, _ in seen] == [elsewhere, error.__name__]
+    if where == "on rank 1":
+        assert "add_param_group failed on rank 1" in seen[0][1]
+
+
+def test_groups_that_differ_between_ranks_are_refused_and_change_nothing() -> None:
+    for kind, message in run_ranks(add_bad_group, 2, "another shape", "", False, timeout=SECONDS):
+        assert kind == "ValueError"
+        assert "rank 0 has 'param 2' (shape (4,)" in message
+        assert "rank 1 has 'param 2' (shape (5,)" in message
+
+
+# ------------------------------------------------------------------------------- the state
+
+
+def stepped() -> ZeroRedundancyOptimizer:
+    params = [p(30, 30), p(9)]
+    opt = build(params, Adam, lr=0.1)
+    take_step(params, opt, 0)
+    return opt
+
+
+def consolidate(to: list[int]) -> None:
+    opt = stepped()
+    try:
+        opt.consolidate_state_dict(to=to[dist.get_rank()])
+    except Exception:
+        opt.consolidate_state_dict(to=0)  # nobody is left waiting: the next call works
+        assert dist.get_rank() or len(opt.state_dict()["state"]) == 2
+        raise
+
+
+@pytest.mark.parametrize("to", [7, 2, -1])
+def test_consolidating_to_a_rank_that_is_not_there_is_refused(to: int) -> None:
+    message = f"to={to} is not a rank of this group of 2 ranks"
+    raises_on_every_rank(consolidate, 2, ValueError, [to, to], match=message, timeout=SECONDS)
+
+
+def test_consolidating_to_different_ranks_is_refused() -> None:
+    message = "consolidate_state_dict .*rank 0 has to=0 where rank 1 has to=1"
+    raises_on_every_rank(consolidate, 2, ValueError, [0, 1], match=message, timeout=SECONDS)
+
+
+def test_consolidating_to_a_missing_rank_on_one_rank_is_refused_on_all() -> None:
+    seen = raises_on_every_rank(
+        consolidate, 2, (ValueError, RuntimeError), [0, 7], match="to=7", timeout=SECONDS
+    )
+    assert [kind for kind, _ in seen] == ["RuntimeError", "ValueError"]
+    assert "failed on rank 1" in seen[0][1]
+
+
+def ask_for_state(consolidated_to: int | None) -> list[tuple[str, str]]:
+    """What ours and upstream raise for `state_dict()`; rank `consolidated_to` gets the state."""
+    ours = stepped()
+    params = [p(30, 30), p(9)]
+    theirs = Upstream(params, Adam, lr=0.1)
+    take_step(params, theirs, 0)
+    seen = []
+    for opt in (ours, theirs):
+        if consolidated_to is not None:
+            opt.consolidate_state_dict(to=consolidated_to)
+        try:
+            opt.state_dict()
+            seen.append(("", ""))
+        except Exception as error:
+            seen.append((type(error).__name__, str(error)))
+    return seen
+
+
+@pytest.mark.parametrize("consolidated_to", [None, 1])
+def test_state_dict_without_consolidating_says_what_to_call_and_where(
+    consolidated_to: int | None,
+) -> None:
+    for rank, (ours, theirs) in enumerate(run_ranks(ask_for_state, 2, consolidated_to)):
+        assert ours[0] == theirs[0] == ("" if rank == consolidated_to else "RuntimeError")
+        if rank != consolidated_to:
+            assert f"consolidate_state_dict(to={rank}) on all 2 ranks" in ours[1]
+            assert f"state_dict() on rank {rank}" in ours[1]
+
+
+# ------------------------------------------------------------------------- sparse gradients
+
+
+def step_on_sparse_gradient(layout: str) -> None:
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(100, 8, sparse=True)
+    twin = torch.nn.Embedding(100, 8, sparse=True)
+    twin.load_state_dict(table.state_dict())
+    opt = build(table.named_parameters(), SGD, layout=layout, lr=0.5)
+    plain = SGD(twin.parameters(), lr=0.5)
+    rows = torch.tensor([3, 50, 3, 99])
+    for module in (table, twin):
+        module(rows).pow(2).sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse
+    try:
+        opt.step()
+        plain.step()
+    except ValueError:
+        # The optimizer is as it was: a dense gradient is taken the next time.
+        assert torch.equal(table.weight, twin.weight)
+        for module in (table, twin):
+            assert module.weight.grad is not None
+            module.weight.grad = module.weight.grad.to_dense()
+        opt.step()
+        plain.step()
+        assert torch.equal(table.weight, twin.weight)
+        raise
+    assert torch.equal(table.weight, twin.weight)
+
+
+def test_a_sparse_gradient_of_a_sliced_parameter_is_refused_on_every_rank() -> None:
+    raises_on_every_rank(
+        step_on_sparse_gradient,
+        3,
+        ValueError,
+        "sliced",
+        match="'weight' has a sparse gradient.*layout=\"whole\"",
+        timeout=SECONDS,
+    )
+
+
+def test_a_sparse_gradient_of_a_whole_parameter_is_taken() -> None:
+    run_ranks(step_on_sparse_gradient, 3, "whole", timeout=SECONDS)
+
+
+# --------------------------------------------------------- ranks that have nothing to update
+
+
+class AsksTheFirst(SGD):
+    """Cannot do without parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.where = next(p for group in self.param_groups for p in group["params"]).device
+        return super().step(closure)
+
+
+class WantsClosure(SGD):
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise ValueError("a closure, please")
+        return super().step(closure)
+
+
+def one_step(cls: Any, **options: Any) -> list[float]:
+    params = [p(50), p(9, 9)]
+    opt = ZeroRedundancyOptimizer(params, cls, lr=0.5, **options)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    opt.step(lambda: 0.0)
+    return torch.cat([param.detach().flatten() for param in params]).unique().tolist()
+
+
+@pytest.mark.parametrize("layout", ["auto", "sliced", "whole"])
+def test_a_class_that_cannot_do_without_parameters_is_refused_where_a_rank_has_none(
+    layout: str,
+) -> None:
+    assert run_ranks(one_step, 2, AsksTheFirst, layout=layout) == [[0.5]] * 2
+    match = "owns no parameters, and AsksTheFirst cannot step without any"
+    raises_on_every_rank(
+        one_step,
+        5,
+        (ValueError, RuntimeError),
+        AsksTheFirst,
+        layout=layout,
+        match=match,
+        timeout=SECONDS,
+    )
+
+
+def test_a_class_that_can_do_without_them_is_not() -> None:
+    assert run_ranks(one_step, 5, SGD) == [[0.5]] * 5
+    assert run_ranks(one_step, 5, WantsClosure) == [[0.5]] * 5
+    groups = run_ranks(step_of_two_classes, 5)
+    assert groups == [groups[0]] * 5
+
+
+def step_of_two_classes() -> list[float]:
+    params = [p(50), p(9, 9)]
+    groups = [{"params": params[:1], "optimizer_class": Adam, "lr": 0.5}, {"params": params[1:]}]
+    opt = ZeroRedundancyOptimizer(groups, SGD, lr=0.5)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    opt.step()
+    return torch.cat([param.detach().flatten() for param in params]).unique().tolist()
+
+
+def wrap_in_ddp_afterwards() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = build(module.parameters(), module=module)
+    wrapped = DDP(module)
+    for _ in range(2):
+        wrapped(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_ddp_around_a_module_of_an_optimizer_is_refused_and_named() -> None:
+    raises_on_every_rank(wrap_in_ddp_afterwards, 2, RuntimeError, match="with module=, do not wrap")
+
+
+def test_a_rank_of_torchrun_s_without_a_process_group_is_told_to_make_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # It would train alone, and so would each of the others, without a word.
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"2 ranks.*init_process_group\(\) first"):
+        build([p(4)])
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    build([p(4)])
+
+
+def test_a_name_that_is_not_known_is_answered_with_one_that_is() -> None:
+    module = torch.nn.Linear(4, 4)
+    optimizer = build(module.parameters())
+    for ask in (optimizer.full_grad, optimizer.full_state, optimizer.full_master):
+        with pytest.raises(ValueError, match=r"'weight' is not .*called 'param 0'; names are"):
+            ask("weight")
+
+
+class Alone(SoloComm):
+    """A rank that the others have left, or have never followed, to a meeting."""
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        raise RuntimeError("shardstep: rank 0: comparing notes with the other ranks failed: late")
+
+
+def test_a_call_that_other_ranks_do_not_make_is_named_when_they_do_not_come() -> None:
+    with pytest.raises(RuntimeError, match=r"late .*saving a checkpoint has to be .*every rank"):
+        run_on_all_ranks(Alone(), "saving a checkpoint", lambda: None)
+
+
+def test_state_that_is_assigned_is_refused_with_the_way_to_set_it() -> None:
+    weight = p(4)
+    optimizer: Any = build([weight])
+    with pytest.raises(TypeError, match=r"sharded across ranks; set it with load_state_dict\(\)"):
+        optimizer.state[weight] = {}

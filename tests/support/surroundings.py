@@ -1,0 +1,458 @@
+"""Scenarios: options, classes, written parameters, uneven inputs, state and several models."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import (
+    ADAMW,
+    MLP,
+    MLP_PROBLEM,
+    PROBLEMS,
+    SGD,
+    Kind,
+    Problem,
+    Setup,
+    noise,
+    rank,
+    train,
+    world_size,
+)
+from scenarios import ALL, APART, New, renew, scenario
+from torch import Tensor, nn, optim
+from torch.amp import GradScaler
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+
+from shardstep import ZeroRedundancyOptimizer, checkpoint
+
+BRANCHING = PROBLEMS["branching"]
+FEW = Problem(lambda: MLP(32, 2), MLP_PROBLEM.loss)
+
+# --------------------------------------------------------------------------- groups and options
+
+
+def several_groups(module: nn.Module) -> list[Any]:
+    params = list(module.parameters())
+    return [
+        {"params": params[::3], "lr": 0.02},
+        {"params": params[1::3], "weight_decay": 0.3},
+        {"params": params[2::3], "lr": 0.003},
+    ]
+
+
+Scheduler = Callable[[Any], Any]
+SCHEDULERS: dict[str, Scheduler] = {
+    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(
+        opt, [lambda n: 1 + n, lambda n: 0.5**n, lambda n: 1.0]
+    ),
+    "MultiplicativeLR": lambda opt: lr_scheduler.MultiplicativeLR(opt, lambda step: 0.95),
+    "StepLR": lambda opt: lr_scheduler.StepLR(opt, 3, 0.5),
+    "MultiStepLR": lambda opt: lr_scheduler.MultiStepLR(opt, [2, 5], 0.5),
+    "ConstantLR": lambda opt: lr_scheduler.ConstantLR(opt, 0.5, 3),
+    "LinearLR": lambda opt: lr_scheduler.LinearLR(opt, 0.2, 1.0, 5),
+    "ExponentialLR": lambda opt: lr_scheduler.ExponentialLR(opt, 0.8),
+    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.LinearLR(opt, 0.1, 1.0, 3), lr_scheduler.CosineAnnealingLR(opt, 6)], [3]
+    ),
+    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 4, 0.001),
+    "ChainedScheduler": lambda opt: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(opt, 0.5, 3), lr_scheduler.ExponentialLR(opt, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=1),
+    "CyclicLR": lambda opt: lr_scheduler.CyclicLR(opt, 0.001, 0.1, 3, cycle_momentum=True),
+    "CosineAnnealingWarmRestarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 2, 2),
+    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, 0.1, total_steps=12),
+    "PolynomialLR": lambda opt: lr_scheduler.PolynomialLR(opt, 6, 2.0),
+    "SWALR": lambda opt: SWALR(opt, swa_lr=0.01, anneal_epochs=4),
+}
+TENSOR_LR: Kind = (optim.Adam, {"lr": torch.tensor(0.01)})
+
+
+def _scheduled(new: New, names: Iterable[str]) -> list[Tensor]:
+    seen = []
+    for name in names:
+        setup = new()
+        scheduler = SCHEDULERS[name](setup.opt)
+        for step in range(8):
+            setup.backward(step)
+            setup.opt.step()
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+            setup.opt.zero_grad()
+            seen += [torch.tensor(float(group["lr"])) for group in setup.opt.param_groups]
+            seen += [torch.tensor(group.get("momentum", 0)) for group in setup.opt.param_groups]
+        seen += setup.params
+    return seen
+
+
+@scenario(FEW, many=True, kinds=[SGD, ADAMW, TENSOR_LR], groups=several_groups)
+def schedulers(new: New) -> list[Tensor]:
+    return _scheduled(new, ("LambdaLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"))
+
+
+@scenario(FEW, many=True, kinds=[SGD, ADAMW, TENSOR_LR], groups=several_groups, slow=True)
+def every_scheduler(new: New) -> list[Tensor]:
+    assert set(lr_scheduler.__all__) - {"LRScheduler"} <= SCHEDULERS.keys()
+    return _scheduled(new, SCHEDULERS)
+
+
+@scenario(kinds=[(optim.SGD, {"lr": torch.tensor(0.1)})], groups=several_groups)
+def write_options_by_hand(setup: Setup) -> None:
+    for step in range(6):
+        setup.opt.param_groups[0]["weight_decay"] = 0.1 * step
+        if step == 2:
+            setup.opt.param_groups[1]["lr"] = torch.tensor(0.3)
+        if step == 4:
+            setup.opt.param_groups[1]["lr"].mul_(0.5)
+        setup.backward(step)
+        setup.finish()
+
+
+class TrustRatio(Optimizer):
+    """A class from elsewhere: needs whole tensors, and assigns to `data`."""
+
+    def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+                mean.lerp_(param.grad, 1 - group["beta"])
+                ratio = param.norm().clamp(0.1, 10) / mean.norm().clamp_min(1e-3)
+                param.data = param.data - group["lr"] * ratio * mean
+
+
+class Matrices(nn.Module):
+    """Muon takes nothing but matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = itertools.pairwise([16, 96, 96, 48, 4])
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+MATRICES = Problem(Matrices, MLP_PROBLEM.loss)
+CLASSES: list[Kind] = [
+    (optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    (optim.SGD, {"lr": 0.05, "momentum": 0.9, "fused": True}),
+    (optim.AdamW, {"lr": 0.01, "amsgrad": True, "foreach": True}),
+    (optim.AdamW, {"lr": 0.01, "fused": True}),
+    (optim.Adam, {"lr": torch.tensor(0.01), "fused": True}),
+]
+WHOLE: list[Kind] = [
+    (optim.Adafactor, {"lr": 0.01}),
+    (TrustRatio, {}),
+    (optim.Muon, {"lr": 0.01}),
+]
+
+
+@scenario(many=True, kinds=[SGD])
+def every_kind_of_optimizer(new: New) -> list[Tensor]:
+    seen = []
+    for kind in CLASSES:
+        setup = new(kind=kind)
+        seen += [*train(setup, MLP_PROBLEM, range(5)), *setup.params]
+    return seen
+
+
+@scenario(MATRICES, many=True, kinds=[SGD], layout="auto")
+def every_kind_of_optimizer_that_needs_whole_tensors(new: New) -> list[Tensor]:
+    seen = []
+    for kind in WHOLE:
+        setup = new(kind=kind)
+        seen += [*train(setup, MATRICES, range(5)), *setup.params]
+    return seen
+
+
+# ------------------------------------------------------------------- parameters that are written
+
+
+@scenario()
+def write_parameters(setup: Setup) -> None:
+    """In place, without a look at what was there, and by loading a state dict."""
+    saved: dict[str, Tensor] = {}
+    for step in range(6):
+        setup.backward(step)
+        setup.finish()
+        with torch.no_grad():
+            for number, param in enumerate(setup.module.parameters()):
+                if number % 3 == 0:
+                    param.clamp_(-0.05, 0.05)
+                elif number % 3 == 1:
+                    param.data.mul_(0.9)
+                else:
+                    param.copy_(param * 1.1)
+            setup.module.get_parameter("layers.0.bias").data.zero_()
+            nn.init.ones_(setup.module.get_parameter("layers.1.bias"))
+            setup.module.get_parameter("layers.2.bias").copy_(torch.full((128,), 0.5))
+            setup.module.get_parameter("layers.3.bias")[3] = 7.0
+        if step == 1:
+            saved = {name: value.clone() for name, value in setup.module.state_dict().items()}
+        if step == 3:
+            setup.module.load_state_dict(saved)
+
+
+@scenario()
+def give_parameters_other_memory(setup: Setup) -> None:
+    """With the same values and with others; at one step on one rank alone."""
+    for step in range(6):
+        first, *_, last = setup.module.parameters()
+        if step in (2 + rank() % 2, 5):
+            first.data = first.data.clone()
+        if step == 4:
+            last.data = last.data * 0.5
+        setup.backward(step)
+        setup.finish()
+
+
+@scenario()
+def average_the_weights(setup: Setup) -> list[Tensor]:
+    """By a list of the parameters that is kept, and by torch's class."""
+    kept = list(setup.module.parameters())
+    shadow = [param.detach().clone() for param in kept]
+    average = AveragedModel(setup.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for step in range(4):
+        setup.backward(step)
+        setup.finish()
+        with torch.no_grad():
+            for mean, param in zip(shadow, kept, strict=True):
+                mean.lerp_(param, 0.1)
+        average.update_parameters(setup.module)
+    return shadow + list(average.module.parameters())
+
+
+@scenario()
+def read_parameters_in_the_loss(setup: Setup) -> None:
+    for step in range(4):
+        before = sum(param.abs().sum() for param in setup.module.parameters())
+        loss = MLP_PROBLEM.loss(setup.model, step)
+        after = sum(param.square().sum() for param in setup.module.parameters())
+        (loss + 1e-3 * before + 1e-3 * after).backward()
+        setup.finish()
+
+
+@scenario()
+def read_parameters_right_after_backward_and_step(setup: Setup) -> list[Tensor]:
+    seen: list[Tensor] = []
+    for step in range(4):
+        setup.backward(step)
+        setup.opt.step()
+        if step == 0:
+            seen += setup.model.state_dict().values()  # type: ignore[attr-defined]
+        elif step == 1:
+            seen += setup.module.state_dict().values()
+        elif step == 2:
+            seen += copy.deepcopy(setup.module).parameters()
+        seen = [*seen, *setup.params]
+        setup.opt.zero_grad()
+    return [tensor.clone() for tensor in seen]
+
+
+SGD_ALONE: Kind = (optim.SGD, {"lr": 0.05})
+ANY_DTYPE = Problem(
+    MLP,
+    lambda model, step: (
+        model(noise(step, 6, 16).to(next(iter(model.parameters())).dtype)).square().mean()  # type: ignore[attr-defined]
+    ),
+)
+
+
+@scenario(ANY_DTYPE, modes=APART, kinds=[SGD_ALONE])
+def convert_the_model(setup: Setup) -> list[Tensor]:
+    """Without momentum, which would stop the plain optimizer too."""
+    losses = train(setup, ANY_DTYPE, range(2))
+    setup.module.double()
+    renew(setup)
+    losses += train(setup, ANY_DTYPE, range(2, 4))
+    setup.module.float()
+    renew(setup)
+    return losses + train(setup, ANY_DTYPE, range(4, 6))
+
+
+# --------------------------------------------------------------------------- saving and loading
+
+
+def consolidated(opt: Any) -> Any:
+    """The whole state, on every rank."""
+    if not isinstance(opt, ZeroRedundancyOptimizer):
+        return copy.deepcopy(opt.state_dict())
+    opt.consolidate_state_dict(to=world_size() - 1)
+    return _from_last(copy.deepcopy(opt.state_dict()) if opt.rank == world_size() - 1 else None)
+
+
+def _from_last(value: Any) -> Any:
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=world_size() - 1)
+    return box[0]
+
+
+@scenario(many=True, groups=several_groups)
+def load_a_state_dict_into_another_optimizer(new: New) -> list[Tensor]:
+    """Saved right after backward and step, while gradients are there."""
+    first, second = new(), new()
+    for step in range(3):
+        first.opt.zero_grad()
+        first.backward(step)
+        first.opt.step()
+    second.opt.load_state_dict(consolidated(first.opt))
+    second.module.load_state_dict(first.module.state_dict())
+    first.opt.zero_grad()
+    losses = train(second, MLP_PROBLEM, range(3, 6)) + train(first, MLP_PROBLEM, range(3, 6))
+    return [*losses, *second.params, *first.params]
+
+
+@scenario(many=True)
+def save_a_checkpoint_and_load_it(new: New) -> list[Tensor]:
+    first, second = new(), new()
+    losses = train(first, MLP_PROBLEM, range(3))
+    if isinstance(first.opt, ZeroRedundancyOptimizer):
+        folder = _from_last(tempfile.mkdtemp(prefix="scenario-"))
+        checkpoint.save(Path(folder) / "saved", first.opt, first.module)
+        checkpoint.load(Path(folder) / "saved", second.opt, second.module)
+    else:
+        second.opt.load_state_dict(first.opt.state_dict())
+        second.module.load_state_dict(first.module.state_dict())
+    return [*losses, *train(second, MLP_PROBLEM, range(3, 6)), *second.params]
+
+
+# ------------------------------------------------------------------------ two models, two groups
+
+
+@scenario(many=True, kinds=[SGD])
+def two_models_in_one_backward(new: New) -> list[Tensor]:
+    """Of the same sizes, of which each rank uses another part: messages must not be mixed up."""
+    groups = [dist.new_group() if dist.is_initialized() else None for _ in range(2)]
+    one, two = (new(PAIR, process_group=group, find_unused_parameters=True) for group in groups)
+    losses = []
+    for step in range(6):
+        x = noise(step, 6, 128)
+        short = rank() == step % 2
+        loss = 3 * one.model(x).square().mean() + two.model(x, short).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        one.finish()
+        two.finish()
+    return losses + one.params + two.params
+
+
+class Pair(nn.Module):
+    """One bucket for each layer at two ranks; the second layer may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(128, 128)
+        self.second = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor, short: bool = False) -> Tensor:
+        out: Tensor = self.first(x) if short else self.second(self.first(x))
+        return out
+
+
+PAIR = Problem(Pair, MLP_PROBLEM.loss)
+
+
+@scenario(many=True, kinds=[SGD], modes=APART)
+def generator_and_critic(new: New) -> list[Tensor]:
+    """The generator's loss leaves gradients in the critic, which are cleared."""
+    critics = Problem(
+        lambda: nn.Sequential(nn.Linear(4, 128), nn.Tanh(), nn.Linear(128, 1)), MLP_PROBLEM.loss
+    )
+    generator, critic = new(), new(critics)
+    losses = []
+    for step in range(5):
+        real, seed = noise(step, 6, 4), noise(step + 50, 6, 16)
+        critic.opt.zero_grad()
+        with torch.no_grad():
+            fake = generator.model(seed)
+        (critic.model(fake).mean() - critic.model(real).square().mean()).backward()
+        critic.opt.step()
+        generator.opt.zero_grad()
+        loss = -critic.model(generator.model(seed)).mean()
+        loss.backward()
+        generator.opt.step()
+        losses.append(loss.detach())
+    return losses + generator.params + critic.params
+
+
+# --------------------------------------------------------------------------- clipping and scaling
+
+
+@scenario(close=ALL, kinds=[SGD])
+def clip(setup: Setup) -> list[Tensor]:
+    """At some steps it has an effect, at others none."""
+    norms = []
+    for step in range(4):
+        setup.backward(step)
+        norms.append(setup.clip((0.01, 1e6)[step % 2]).clone())
+        setup.finish()
+    return norms
+
+
+def _scaled(new: New, order: str, problem: Problem) -> list[Tensor]:
+    """Scale, perhaps unscale and clip, step, update; at some steps one rank has an infinity."""
+    setup, seen = new(problem, find_unused_parameters=problem.find_unused), []
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(8):
+        loss = problem.loss(setup.model, step)
+        if step in (2, 5) and rank() == step % min(2, world_size()):
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if order != "step":
+            scaler.unscale_(setup.opt)
+        if order == "unscale, clip, step":
+            seen.append(setup.clip(0.05).detach().clone())
+        scaler.step(setup.opt)
+        scaler.update()
+        if order == "step" and step == 3:
+            setup.module.zero_grad()
+        setup.opt.zero_grad()
+        seen += [torch.tensor(scaler.get_scale()), *setup.params]
+    return seen
+
+
+FUSED: Kind = (optim.AdamW, {"lr": 0.01, "fused": True})
+
+
+@scenario(many=True, kinds=[SGD, ADAMW, FUSED])
+def grad_scaler(new: New) -> list[Tensor]:
+    """DDP's decisions and numbers, whichever rank overflows."""
+    runs = itertools.product(("step", "unscale, step"), (MLP_PROBLEM, BRANCHING))
+    return [tensor for order, problem in runs for tensor in _scaled(new, order, problem)]
+
+
+@scenario(many=True, close=APART, modes=APART, kinds=[SGD])
+def grad_scaler_and_clip(new: New) -> list[Tensor]:
+    problems = (MLP_PROBLEM, BRANCHING)
+    return [tensor for each in problems for tensor in _scaled(new, "unscale, clip, step", each)]
+
+
+@scenario(modes=APART)
+def grad_scaler_with_no_sync(setup: Setup) -> list[Tensor]:
+    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=1)
+    for step in range(0, 9, 3):
+        with setup.no_sync():
+            for each in range(2):
+                scaler.scale(MLP_PROBLEM.loss(setup.model, step + each)).backward()
+        scaler.scale(MLP_PROBLEM.loss(setup.model, step + 2)).backward()
+        scaler.unscale_(setup.opt)
+        scaler.step(setup.opt)
+        scaler.update()
+        setup.opt.zero_grad()
+    return [torch.tensor(scaler.get_scale())]
