@@ -43,6 +43,7 @@ DOUBLES = [
 
 NAMES = (
     "every_model",
+    "mixed_dtypes",
     "average_the_weights",
     "write_parameters",
     "read_parameters_in_the_loss",
