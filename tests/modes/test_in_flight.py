@@ -16,16 +16,7 @@ import surroundings
 import torch
 from doubles import AnyOrder
 from late import Late, Noted, in_flight
-from models import (
-    ADAMW,
-    MLP,
-    MLP_PROBLEM,
-    failing,
-    noise,
-    rank,
-    train,
-    with_ddp,
-)
+from models import ADAMW, MLP, MLP_PROBLEM, failing, noise, rank, train, with_ddp
 from problems import copies, differing
 from ranks import run_ranks
 from scenarios import MODULE, SCENARIOS, compared

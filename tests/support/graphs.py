@@ -9,18 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import (
-    MLP,
-    MLP_PROBLEM,
-    PROBLEMS,
-    SGD,
-    Branching,
-    Problem,
-    Setup,
-    noise,
-    rank,
-    train,
-)
+from models import MLP, MLP_PROBLEM, PROBLEMS, SGD, Branching, Problem, Setup, noise, rank, train
 from scenarios import APART, MODULE, New, result, scenario
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
