@@ -1,4 +1,4 @@
-"""Checkpoints in one process: cut anew, taken to other programs' formats and back, and checked."""
+"""One process reshards and verifies checkpoints, atomically and in little memory."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_resharding_writes_the_files_that_those_ranks_would_have_written(
 
 @contextmanager
 def noting_files() -> Iterator[list[str]]:
-    """Which files with tensors are opened meanwhile."""
+    """Note the files with tensors that are opened."""
     opened: list[str] = []
     original = safetensors.File.__init__
 
@@ -297,7 +297,7 @@ def test_chunks_that_overlap_and_leave_a_gap_are_refused(tmp_path: Path) -> None
         (_, _, first, size), (_, _, second, same) = stored["chunks"]
         assert (first, second) == ([0, 0], [64, 0])
         assert size == same
-        # As many elements as before and every chunk in its file, but nobody has the second half.
+        # As many elements as before and every chunk in its file, but the second half is missing.
         second[0] = 0
 
     edit_contents(path, twice)

@@ -1,5 +1,5 @@
-"""An optimizer is saved and loaded by `torch.distributed.checkpoint` as it lies, and loads at any
-world size, in any layout and on torch's own side; nothing but a complete load changes it."""
+"""`torch.distributed.checkpoint` saves an optimizer in shards, and loads it at any world size and
+layout."""
 
 from __future__ import annotations
 
