@@ -1,5 +1,5 @@
-"""What DCP saved of an optimizer loads on torch's own side and back; nothing but a complete load
-changes an optimizer; placeholders are only for DCP."""
+"""DCP moves state between this library and torch's optimizers. Only a complete load changes an
+optimizer. Placeholders serve DCP alone."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_other_groups_are_refused(tmp_path: Path) -> None:
 def _saves_later(folder: Path, blocking: bool) -> None:
     net, opt = zero(ADAMW)
     advance(opt, net, range(3))
-    # Connections of its own, since the next steps communicate meanwhile.
+    # Separate connections, since the next steps communicate meanwhile.
     options: dict[str, Any] = {"process_group": dist.new_group(backend="gloo")}
     if blocking:
         options["storage_writer"] = dcp.FileSystemWriter(folder)
