@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -74,6 +75,18 @@ def read_plainly(path: Path) -> dict[str, torch.Tensor]:
         raw = torch.frombuffer(bytearray(data[start:stop]), dtype=dtypes[entry["dtype"]])
         found[name] = raw.view(entry["shape"])
     return found
+
+
+def read_by_index(folder: Path) -> dict[str, torch.Tensor]:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return {name: read_plainly(folder / file)[name] for name, file in index["weight_map"].items()}
+
+
+def assert_same_weights(found: dict[str, torch.Tensor], path: Path) -> None:
+    expected = ckpt.weights(path)
+    expected.pop("head.weight")  # the same tensor as table.weight: once in the file
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def digests(path: Path, *kinds: str) -> dict[str, str]:
@@ -156,13 +169,7 @@ def test_weights_are_one_file_for_one_rank_and_have_an_index_for_several(
     made_by = ckpt.summary(several)["made_by"]
     assert made_by["world_size"] == 2
     assert made_by["cut_from"] == ckpt.summary(small)["made_by"], "the first maker is remembered"
-    index = json.loads((several / "model.safetensors.index.json").read_text())
-    found = {}
-    for name, file in index["weight_map"].items():
-        found[name] = read_plainly(several / file)[name]
-    tensors = {k: v.contiguous() for k, v in ckpt.weights(small).items() if k != "head.weight"}
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert_same_weights(read_by_index(several), small)
 
 
 @pytest.mark.parametrize(
@@ -174,37 +181,27 @@ def test_weights_are_one_file_for_one_rank_and_have_an_index_for_several(
     ],
     ids=["reshard", "torch", "safetensors"],
 )
-class TestWhatIsWritten:
-    """It is complete or not there."""
+def test_what_is_written_is_complete_or_not_there(
+    act: Callable[[Path, Path], Any], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "made"
+    made.write_text("mine")
+    with pytest.raises(FileExistsError):
+        act(small, made)
+    assert made.read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["made", "small"]
+    made.unlink()
+    read, reads = safetensors.File.read, count(1)
 
-    def test_is_not_there_if_a_read_fails_midway(
-        self,
-        act: Callable[[Path, Path], Any],
-        small: Path,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        read, reads = safetensors.File.read, [0]
+    def fails_at_the_fifth(*args: Any) -> None:
+        if next(reads) == 5:
+            raise OSError("the disk is gone")
+        read(*args)
 
-        def fails_at_the_fifth(*args: Any) -> None:
-            reads[0] += 1
-            if reads[0] == 5:
-                raise OSError("the disk is gone")
-            read(*args)
-
-        monkeypatch.setattr(safetensors.File, "read", fails_at_the_fifth)
-        with pytest.raises(OSError, match="the disk is gone"):
-            act(small, tmp_path / "made")
-        assert os.listdir(tmp_path) == ["small"]
-
-    def test_never_takes_the_place_of_something(
-        self, act: Callable[[Path, Path], Any], small: Path, tmp_path: Path
-    ) -> None:
-        (tmp_path / "made").write_text("mine")
-        with pytest.raises(FileExistsError):
-            act(small, tmp_path / "made")
-        assert (tmp_path / "made").read_text() == "mine"
-        assert sorted(os.listdir(tmp_path)) == ["made", "small"]
+    monkeypatch.setattr(safetensors.File, "read", fails_at_the_fifth)
+    with pytest.raises(OSError, match="the disk is gone"):
+        act(small, made)
+    assert os.listdir(tmp_path) == ["small"]
 
 
 MEASURE = """
@@ -267,26 +264,22 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------- verify
 
 
-def rename_chunk(said: Any) -> None:
-    said["model"]["tensors"]["scale"]["chunks"][0][1] = "other"
-
-
-def change_dtype(said: Any) -> None:
-    said["model"]["tensors"]["unused"]["dtype"] = "int32"
-
-
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("tensor", "change", "match"),
     [
-        (rename_chunk, r"model\.safetensors: chunk 'other' of model tensor 'scale' is missing"),
-        (change_dtype, r"float32 of shape .130,. there, but should be"),
+        (
+            "scale",
+            lambda stored: stored["chunks"][0].__setitem__(1, "other"),
+            r"model\.safetensors: chunk 'other' of model tensor 'scale' is missing",
+        ),
+        ("unused", lambda stored: stored.update(dtype="int32"), r"float32 of shape .130,. there"),
     ],
 )
 def test_verify_finds_a_file_of_another_checkpoint(
-    small: Path, change: Callable[[Any], None], match: str
+    small: Path, tensor: str, change: Callable[[Any], None], match: str
 ) -> None:
     assert ckpt.verify(small)[1] == len(ckpt.summary(small, tensors=True)["tensors"])
-    edit_contents(small, change)
+    edit_contents(small, lambda said: change(said["model"]["tensors"][tensor]))
     with pytest.raises(ckpt.CheckpointError, match=match):
         ckpt.verify(small)
 
