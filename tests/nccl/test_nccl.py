@@ -29,7 +29,8 @@ from models import ADAMW, MLP_PROBLEM, rank, train, world_size
 from on_nccl import run_on_nccl
 from problems import copies, differing
 from ranks import RankFailure
-from scenarios import ALL, REFUSED, SCENARIOS, WAYS, compared, sharded, unsharded
+from scenarios import ALL, REFUSED, SCENARIOS, compared, sharded, unsharded
+from torch.torch_version import TorchVersion
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 
@@ -38,8 +39,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with NCCL"),
 ]
 
-CPU_ONLY: dict[str, str] = {}
-"""Scenarios that cannot run on a GPU, with the reason."""
+OLD_DDP = {"buffers_with_no_sync", "compiled_with_buffers"}
+"""Scenarios in which DDP itself raises before torch 2.13: it writes buffers that autograd saved."""
 
 
 def _compare(name: str) -> list[str]:
@@ -48,8 +49,10 @@ def _compare(name: str) -> list[str]:
     return compared([name], modes=[mode for mode in ALL if mode not in refused])
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in CPU_ONLY])
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_two_ranks_equal_ddp_to_the_bit(name: str) -> None:
+    if name in OLD_DDP and TorchVersion(torch.__version__) < "2.13":
+        pytest.skip("DDP itself raises with this version of torch")
     assert run_on_nccl(_compare, 2, name) == [[], []]
 
 
@@ -70,7 +73,7 @@ def test_more_ranks_come_to_ddp_s_numbers(name: str, world_size: int) -> None:
         assert run_on_nccl(_compare, world_size, name) == [[]] * world_size
 
 
-def _muon() -> list[str]:
+def _muon(mode: str) -> list[str]:
     def groups(module: torch.nn.Module) -> list[dict[str, Any]]:
         params = list(module.parameters())
         matrices = [p for p in params if p.ndim == 2]
@@ -78,7 +81,7 @@ def _muon() -> list[str]:
         return [muon, {"params": [p for p in params if p.ndim != 2]}]
 
     module = MLP_PROBLEM.fresh()
-    setup = sharded("module", module, ADAMW, groups)
+    setup = sharded(mode, module, ADAMW, groups)
     train(setup, MLP_PROBLEM, range(6))
     plain = unsharded(MLP_PROBLEM.fresh(), ADAMW)
     params = list(plain.module.parameters())
@@ -89,17 +92,12 @@ def _muon() -> list[str]:
         muon.step()
         adamw.step()
         plain.model.zero_grad()
-    if world_size() == 2:
-        return [f"parameter {n}" for n in differing(plain.params, setup.params)]
-    close = [
-        torch.allclose(a, b, atol=1e-5) for a, b in zip(plain.params, setup.params, strict=True)
-    ]
-    return [] if all(close) else ["not close"]
+    return [f"parameter {n}" for n in differing(plain.params, setup.params)]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_muon_with_adamw_equals_ddp(world_size: int) -> None:
-    assert run_on_nccl(_muon, world_size) == [[]] * world_size
+@pytest.mark.parametrize(("world_size", "mode"), [(2, "module"), (4, "drop-in")])
+def test_muon_with_adamw_equals_ddp_to_the_bit(world_size: int, mode: str) -> None:
+    assert run_on_nccl(_muon, world_size, mode) == [[]] * world_size
 
 
 def _masters() -> list[float]:
@@ -204,11 +202,7 @@ def _one_dies() -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.skipif("CUDA_MPS_PIPE_DIRECTORY" in os.environ, reason="it would end the MPS server")
 def test_a_rank_that_dies_does_not_leave_the_other_waiting() -> None:
     with pytest.raises(RankFailure, match="rank 1 died"):
         run_on_nccl(_one_dies, 2)
-
-
-def test_the_table_of_scenarios_is_whole() -> None:
-    assert set(CPU_ONLY) <= set(SCENARIOS)
-    assert set(WAYS) < set(ALL)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
-import models
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 TIMEOUT = 240.0
 
@@ -27,27 +27,28 @@ def claim_another_host() -> None:
     }
 
 
+class OnTheGPU(TorchFunctionMode):
+    """Makes tensors on the GPU; those of a seeded CPU generator are drawn on the CPU and moved."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func in _device_constructors() and options.get("device") is None:
+            generator = options.get("generator")
+            if generator is not None and generator.device.type == "cpu":
+                return func(*args, **{**options, "device": "cpu"}).cuda()
+            options["device"] = "cuda"
+        return func(*args, **options)
+
+
 @contextmanager
 def everything_on_the_gpu() -> Iterator[None]:
     """Make models and batches on the GPU, with kernels that give the same bits every time."""
-    noise = models.noise
-
-    def noise_there(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with torch.device("cpu"):
-            return noise(*args, **kwargs).cuda()
-
-    generator = torch.Generator
-    with (
-        mock.patch.object(models, "noise", noise_there),
-        mock.patch.object(torch, "Generator", lambda device="cpu": generator(device)),
-        torch.device("cuda"),
-    ):
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    with OnTheGPU():
+        yield
 
 
 def _on_the_gpu(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
