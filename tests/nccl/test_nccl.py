@@ -39,7 +39,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with NCCL"),
 ]
 
-OLD_DDP = {"buffers_with_no_sync", "compiled_with_buffers"}
+OLD_DDP = {
+    "a_compiled_model_with_buffers",
+    "buffers_with_no_sync",
+    "two_forwards_of_a_model_with_buffers",
+}
 """Scenarios in which DDP itself raises before torch 2.13: it writes buffers that autograd saved."""
 
 
