@@ -5,6 +5,8 @@ reduce-scatter adds in another order than its all-reduce: `module=` and `registe
 and all else is equal to the bit.
 
     make test-nccl
+
+Not under MPS: a rank that fails ends the MPS server, and all later tests with it.
 """
 
 from __future__ import annotations
