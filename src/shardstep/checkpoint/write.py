@@ -161,7 +161,7 @@ class _OptimizerWriter:
         shards.wait_for_params()
         self._names, self._positional = names_of(optimizer, model)
         self._held = [shards.plan.intervals(rank) for rank in range(shards.comm.world_size)]
-        own = attach_masters(shards.states(), shards.masters())
+        own = attach_masters(shards.local.states(), shards.masters())
         self._kept, self._tensors = survey(shards.comm, shards.plan.specs, self._held, own)
 
     def __call__(self) -> SavedOptimizer:
@@ -185,7 +185,7 @@ class _OptimizerWriter:
             stop = start + len(group["params"])
             groups.append((tuple(names[start:stop]), add_options(self._files, number, group)))
             start = stop
-        global_state = shards.global_state()
+        global_state = shards.local.global_state()
         if not all(isinstance(key, str) for key in global_state):
             raise TypeError(
                 f"the optimizer keeps state under {list(global_state)}; a checkpoint holds it "
@@ -194,7 +194,7 @@ class _OptimizerWriter:
         return SavedOptimizer(
             class_name(self._optimizer),
             self._positional,
-            shards.stepped,
+            shards.local.stepped,
             tuple(params),
             tuple(groups),
             self._files.add_value("state", global_state),
