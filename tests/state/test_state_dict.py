@@ -98,38 +98,32 @@ def goes_on(
     return train(opt, params, range(4, 8))
 
 
-def _consolidates_to_the_unsharded_dict() -> list[str]:
-    failures = []
+def _consolidates_to_the_unsharded_dict() -> None:
     world_size = dist.get_world_size()
     for number, case in enumerate(CASES if world_size < 3 else FIRSTS):
         params, unsharded = plain(case)
         before = copy.deepcopy(unsharded.state_dict())
         train(unsharded, params, range(4), missing=case.missing)
-        expected = unsharded.state_dict()
-        fits = [name for name in LAYOUTS if case.optimizer_class is not optim.Adafactor]
-        for turn, layout in enumerate(fits or ["auto"]):
-            view = (number + turn) % 2 == 0
-            name = f"{case}, layout {layout}, view {view}"
-            params, opt = zero(case, layout=layout, parameters_as_bucket_view=view)
-            for moment, wanted in (("at first", before), ("trained", expected)):
-                to = (number + turn) % world_size
+        layouts = ["auto"] if case.optimizer_class is optim.Adafactor else LAYOUTS
+        for turn, layout in enumerate(layouts, number):
+            params, opt = zero(case, layout=layout, parameters_as_bucket_view=turn % 2 == 0)
+            to = turn % world_size
+            for wanted in (before, unsharded.state_dict()):
                 opt.consolidate_state_dict(to=to)
-                if opt.rank != to:
+                if opt.rank == to:
+                    assert difference(by_number(wanted), opt.state_dict()) is None, (case, layout)
+                else:
                     with pytest.raises(RuntimeError, match=rf"\(to={opt.rank}\)"):
                         opt.state_dict()
-                elif found := difference(by_number(wanted), opt.state_dict()):
-                    failures.append(f"{name}, {moment}, {found}")
-                if moment == "at first":
+                if wanted is before:
                     train(opt, params, range(4), missing=case.missing)
-    return failures
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_consolidated_dict_is_the_unsharded_one_and_only_its_receiver_has_it(
     world_size: int,
 ) -> None:
-    failures = run_ranks(_consolidates_to_the_unsharded_dict, world_size)
-    assert failures == [[]] * world_size
+    run_ranks(_consolidates_to_the_unsharded_dict, world_size)
 
 
 def _consolidate_to(to: int | None) -> None:
@@ -170,29 +164,25 @@ def _save(folder: str) -> None:
             torch.save(saved, f"{folder}/{opt.world_size}-{number}.pt")
 
 
-def _load_and_go_on(folder: str) -> list[str]:
-    failures = []
+def _load_and_go_on(folder: str) -> None:
     for number, case in enumerate(FIRSTS):
         saved, values, expected, expected_state = half_a_run(case)
-        for source in ("torch", 1, 2, 3, 4):
+        for turn, source in enumerate(("torch", 1, 2, 3, 4)):
             if source != "torch":
                 # Plain tensors and numbers: nothing that needs unpickling of code.
                 loaded = torch.load(f"{folder}/{source}-{number}.pt", weights_only=True)
                 saved, values = loaded["optimizer"], loaded["params"]
             params, again = plain(case)
             # torch keeps what it is given.
-            if differing(expected, goes_on(again, params, copy.deepcopy(saved), values)):
-                failures.append(f"{case}: from {source} into the plain class")
-            turn = 0 if source == "torch" else source
+            got = goes_on(again, params, copy.deepcopy(saved), values)
+            assert differing(expected, got) == [], f"{case}: from {source} into the plain class"
             layout = "auto" if case.optimizer_class is optim.Adafactor else LAYOUTS[turn % 2]
             params, opt = zero(case, layout=layout, parameters_as_bucket_view=number % 2 == 0)
-            name = f"{case}: from {source} to {opt.world_size} ranks, layout {layout}"
-            if wrong := differing(expected, goes_on(opt, params, saved, values)):
-                failures.append(f"{name}: parameters {wrong}")
+            got = goes_on(opt, params, saved, values)
+            assert differing(expected, got) == [], f"{case}: from {source}, layout {layout}"
             opt.consolidate_state_dict()
-            if opt.rank == 0 and (found := difference(by_number(expected_state), opt.state_dict())):
-                failures.append(f"{name}: {found}")
-    return failures
+            if opt.rank == 0:
+                assert difference(by_number(expected_state), opt.state_dict()) is None, case
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +198,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_goes_on_at_any_world_size_from_any_other_and_from_torch(
     saved: Path, world_size: int
 ) -> None:
-    assert run_ranks(_load_and_go_on, world_size, str(saved)) == [[]] * world_size
+    run_ranks(_load_and_go_on, world_size, str(saved))
 
 
 def _storages(value: Any) -> set[int]:
@@ -219,41 +209,31 @@ def _storages(value: Any) -> set[int]:
     }
 
 
-def _keeps_off_the_callers_dict(layout: str) -> list[str]:
-    failures = []
+def _keeps_off_the_callers_dict(layout: str) -> None:
     for case in (Case(optim.Adam, {"lr": torch.tensor(0.003)}), Case(optim.SGD, {"momentum": 0.9})):
-        params, unsharded = plain(case)
-        train(unsharded, params, range(3))
-        given = copy.deepcopy(unsharded.state_dict())
+        given = half_a_run(case)[0]
         before = copy.deepcopy(given)
         params, opt = zero(case, layout=layout)
         opt.load_state_dict(given)
         train(opt, params, range(3, 6))
         opt.consolidate_state_dict(to=1)
-        if found := difference(before, given):
-            failures.append(f"{case}: the loaded dict was changed: {found}")
-        if _storages(given) & _storages([opt.optim.state_dict(), opt.param_groups]):
-            failures.append(f"{case}: the optimizer shares memory with the loaded dict")
-        if opt.rank != 1:
-            train(opt, params, range(6, 8))
-            continue
-        got = opt.state_dict()
+        assert difference(before, given) is None
+        own = _storages([opt.optim.state_dict(), opt.param_groups])
+        assert not _storages(given) & own
+        got = opt.state_dict() if opt.rank == 1 else {}
         before = copy.deepcopy(got)
-        if _storages(got) & _storages([opt.optim.state_dict(), opt.param_groups, given]):
-            failures.append(f"{case}: the optimizer shares memory with the returned dict")
+        assert not _storages(got) & (own | _storages(given))
         train(opt, params, range(6, 8))
-        if found := difference(before, got):
-            failures.append(f"{case}: a later step changed the returned dict: {found}")
-        got["param_groups"][0]["lr"] = 5.0
-        got["state"].clear()
-        if found := difference(before, opt.state_dict()):
-            failures.append(f"{case}: changing the returned dict changed the next one: {found}")
-    return failures
+        assert difference(before, got) is None
+        if opt.rank == 1:
+            got["param_groups"][0]["lr"] = 5.0
+            got["state"].clear()
+            assert difference(before, opt.state_dict()) is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_callers_dict_is_the_callers(layout: str) -> None:
-    assert run_ranks(_keeps_off_the_callers_dict, 2, layout) == [[], []]
+    run_ranks(_keeps_off_the_callers_dict, 2, layout)
 
 
 class Counting(optim.SGD):
@@ -323,8 +303,7 @@ def test_hooks_of_the_outer_optimizer_fire(world_size: int) -> None:
     assert run_ranks(_hooks, world_size) == [expected] * world_size
 
 
-def _legacy_step(layout: str) -> list[list[int]]:
-    found = []
+def _legacy_step(layout: str) -> None:
     for optimizer_class in (optim.Adam, optim.RMSprop, optim.Adamax, optim.NAdam, optim.ASGD):
         case = Case(optimizer_class)
         legacy, values, expected, _ = half_a_run(case)
@@ -332,13 +311,12 @@ def _legacy_step(layout: str) -> list[list[int]]:
             for key in state.keys() & {"step", "mu_product", "eta", "mu"}:
                 state[key] = state[key].item()
         params, opt = zero(case, layout=layout)
-        found.append(differing(expected, goes_on(opt, params, legacy, values)))
-    return found
+        assert differing(expected, goes_on(opt, params, legacy, values)) == [], case
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dicts_from_when_step_was_a_number_load(layout: str) -> None:
-    assert run_ranks(_legacy_step, 2, layout) == [[[]] * 5] * 2
+    run_ranks(_legacy_step, 2, layout)
 
 
 def _bad_dicts(layout: str) -> list[int]:
@@ -380,8 +358,7 @@ def test_the_step_of_fused_adam_stays_a_float_tensor() -> None:
         assert set(found) == {(torch.float32, "cpu", 0)}
 
 
-def _from_torchs_own() -> list[str]:
-    failures = []
+def _from_torchs_own() -> None:
     for case in FIRSTS:
         if case.optimizer_class is optim.Adagrad:
             continue  # upstream cannot consolidate the state of parameters that never trained
@@ -391,13 +368,11 @@ def _from_torchs_own() -> list[str]:
         train(upstream, params, range(4))
         saved = consolidated(upstream)
         params, opt = zero(case)
-        if wrong := differing(expected, goes_on(opt, params, saved, values)):
-            failures.append(f"{case}: parameters {wrong}")
-    return failures
+        assert differing(expected, goes_on(opt, params, saved, values)) == [], case
 
 
 def test_the_dict_of_torchs_own_zero_redundancy_optimizer_loads() -> None:
-    assert run_ranks(_from_torchs_own, 2) == [[], []]
+    run_ranks(_from_torchs_own, 2)
 
 
 @contextlib.contextmanager
