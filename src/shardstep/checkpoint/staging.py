@@ -32,20 +32,7 @@ _HIDDEN = re.compile(r"\..+\.(?:saving|removing)")
 
 
 class Staging:
-    """A folder that is being written, on the rank that creates it.
-
-    Args:
-        path: where the checkpoint is to be.
-
-    Attributes:
-        path: the hidden folder.
-
-    Raises:
-        FileExistsError: if there is something at `path` already.
-        BlockingIOError: if a save to `path` is under way.
-        OSError: if the folder cannot be created.
-        ValueError: if the name of `path` begins with a dot.
-    """
+    """A folder that is being written, on the rank that creates it."""
 
     def __init__(self, path: Path) -> None:
         self._goal = path
@@ -76,14 +63,7 @@ class Staging:
             self._lock = lock_folder(self.path, if_unsupported=True)
 
     def commit(self, files: Mapping[str, Digest]) -> None:
-        """Turn the folder into a checkpoint.
-
-        Args:
-            files: all files that any rank has written.
-
-        Raises:
-            CheckpointError: if a file is missing or of another length.
-        """
+        """Turn the folder into a checkpoint."""
         for name, digest in files.items():
             nbytes = length_of(self.path / name)
             if nbytes is None:
@@ -101,11 +81,7 @@ class Staging:
         self.publish()
 
     def publish(self, name: str | None = None) -> None:
-        """Rename the folder, or one file in it, to the path that was asked for.
-
-        Args:
-            name: the file; None for the folder.
-        """
+        """Rename the folder, or one file in it, to the path that was asked for."""
         sync_folder(self.path)
         if os.path.lexists(self._goal):
             raise FileExistsError(f"{self._goal} was created while it was saved to")
@@ -133,12 +109,7 @@ class Staging:
 
 
 def lock_folder(folder: Path, if_unsupported: bool = False) -> int | None:
-    """Return a descriptor that holds the lock on `folder`; None if it is gone or locked.
-
-    Args:
-        folder: the folder.
-        if_unsupported: whether to return a descriptor if the file system has no locks.
-    """
+    """Return a descriptor that holds the lock on `folder`; None if it is gone or locked."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -37,7 +37,6 @@ from shardstep.checkpoint.format import (
 )
 from shardstep.checkpoint.inputs import (
     check_model,
-    class_name,
     comm_of,
     named_params,
     names_of,
@@ -47,7 +46,7 @@ from shardstep.checkpoint.safetensors import Source, write
 from shardstep.checkpoint.staging import Staging, keep_last
 from shardstep.comm import Comm
 from shardstep.comm.consensus import run_on_all_ranks
-from shardstep.local.multi_class import extras
+from shardstep.local.multi_class import extras, full_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.names import unwrapped, unwrapped_name
 from shardstep.plan import Box, boxes
@@ -60,14 +59,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """The files that one rank has to write.
-
-    Attributes:
-        path: where the checkpoint is to be.
-        files: the tensors in each of this rank's files.
-        texts: the JSON files, on rank 0.
-        keep_last: how many of the newest checkpoints to keep; None for all.
-    """
+    """The files that one rank has to write."""
 
     path: Path
     files: dict[str, dict[str, Source]]
@@ -141,13 +133,7 @@ def _digest_of_layout(contents: Contents) -> str:
 
 
 class _OptimizerWriter:
-    """An optimizer's state, on its way into files. Constructed on every rank.
-
-    Args:
-        files: the files.
-        optimizer: the optimizer.
-        model: the model that names its parameters, if given.
-    """
+    """An optimizer's state, on its way into files. Constructed on every rank."""
 
     def __init__(
         self,
@@ -192,7 +178,7 @@ class _OptimizerWriter:
                 "under parameters and names"
             )
         return SavedOptimizer(
-            class_name(self._optimizer),
+            full_name(type(shards.optim)),
             self._positional,
             shards.stepped,
             tuple(params),
@@ -298,16 +284,7 @@ def _add_model(files: FileLayout, model: torch.nn.Module) -> SavedModel:
 
 
 def write_checkpoint(comm: Comm, job: SaveJob, progress: Progress = no_progress) -> Path:
-    """Write all files, then make them a checkpoint. Called on every rank.
-
-    Args:
-        comm: the ranks.
-        job: the files of this rank.
-        progress: called with the bytes that this rank has written.
-
-    Raises:
-        OSError: if a file could not be written. Every rank raises, and nothing is left behind.
-    """
+    """Write all files, then make them a checkpoint. Called on every rank."""
     staging: Staging | None = None
     what = f"saving to {job.path}"
 
