@@ -106,7 +106,8 @@ def load(
             needed = _files_needed(match)[comm.group_rank :: comm.world_size]
             run_on_all_ranks(comm, what, lambda: checkpoint.verify(needed))
         if optimizer is not None:
-            with_entries = match.params_with_entries()
+            found = match.found.items()
+            with_entries = [index for index, param in found if param.state and param.state.node[1]]
             run_on_all_ranks(comm, what, lambda: optimizer.shards.give_masters(with_entries))
         loading = _Loading(match)
         run_on_all_ranks(comm, what, loading.read)
@@ -268,10 +269,10 @@ class _Loading:
                 match.refresh_targets()
                 if match.optimizer is not None:
                     self._install_state(match.optimizer, undo)
-                for there, (name, old) in match.extra_state.items():
+                for name, (module, old) in match.extra_state.items():
                     # A module may return the object it keeps, and write to it in place.
-                    undo.append(partial(match.modules[name].set_extra_state, copy.deepcopy(old)))
-                    match.modules[name].set_extra_state(self.extra_state[there])
+                    undo.append(partial(module.set_extra_state, copy.deepcopy(old)))
+                    module.set_extra_state(self.extra_state[name])
             except Exception as error:
                 raise CheckpointError(
                     f"{match.checkpoint.path}: {type(error).__name__} when it is loaded: {error}"

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+OTHER_MODEL = "this checkpoint is of another model"
 MADE_UP = (
     "is made up by the model's state_dict(), so nothing can be written to it; load it with "
     "model.load_state_dict(checkpoint.weights(path))"
@@ -70,9 +71,8 @@ class Match:
     weights: dict[str, Stored] = field(default_factory=dict)
     alternatives: dict[str, list[Stored]] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)  # the ranks that read `weights`
-    modules: dict[str, torch.nn.Module] = field(default_factory=dict)  # by name of extra state
-    # By saved name: the name in the model and the present value.
-    extra_state: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    # By saved name: the module that has this extra state, and the present value.
+    extra_state: dict[str, tuple[torch.nn.Module, Any]] = field(default_factory=dict)
     reads_masters: bool = False  # for some of `weights`
 
     def find(self) -> str:
@@ -122,11 +122,6 @@ class Match:
         """Return whether this rank reads this tensor of the model."""
         return self.owners[name] == self.comm.group_rank
 
-    def params_with_entries(self) -> list[int]:
-        """Return the parameters that the checkpoint has state or a master for."""
-        found = self.found.items()
-        return [index for index, param in found if param.state and param.state.node[1]]
-
     def wider_weight(self, index: int) -> Stored | None:
         """Return the saved model tensor of a parameter, if it is wider than the parameter."""
         if self.optimizer is None or self.model is None:
@@ -153,11 +148,14 @@ class Match:
             self.require(
                 param.shape == specs[index].shape,
                 f"parameter {param.name!r} has shape {param.shape} there, but "
-                f"{specs[index].shape} here; this checkpoint is of another model",
+                f"{specs[index].shape} here; {OTHER_MODEL}",
             )
-            if specs[index].trainable and _is_empty(param.state):
+            node = ["dict", []] if param.state is None else param.state.node
+            if specs[index].trainable and all(
+                item == ["value", None] for item in own_entries(node)
+            ):
                 self.without_state.append(index)
-            for leaf in [] if param.state is None else leaves(param.state.node):
+            for leaf in leaves(node):
                 self.require(
                     leaf.shape == param.shape or leaf.nbytes <= most,
                     f"state {leaf.path!r} of parameter {param.name!r} takes {leaf.nbytes:,} bytes, "
@@ -247,15 +245,13 @@ class Match:
         wanted = {name: self.names.get(name, name) for name in extra}
         self.missing += [f"model: {name}" for name in extra if wanted[name] not in there]
         self.unexpected += [f"model: {name}" for name in there - set(wanted.values())]
-        self.extra_state = {
-            wanted[name]: (name, old) for name, old in extra.items() if wanted[name] in there
-        }
-        self.modules = {
+        modules = {
             unwrapped_name(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE): module
             for name, module in model.named_modules(remove_duplicate=False)
         }
-        for name, _ in self.extra_state.values():
-            self.require(name in self.modules, f"model state {name!r} {MADE_UP}")
+        for name in [name for name in extra if wanted[name] in there]:
+            self.require(name in modules, f"model state {name!r} {MADE_UP}")
+            self.extra_state[wanted[name]] = modules[name], extra[name]
 
     def _master_or_weight(
         self, names: Sequence[str], wanted: torch.dtype, saved: SavedModel, stored: Stored
@@ -279,9 +275,13 @@ class Match:
         """Raise if copying a stored tensor to its target would fail or have no effect."""
         shape, tensor = tuple(target.shape), f"model tensor {name!r}"
         self.require(
-            stored.shape == shape and torch.can_cast(stored.dtype, target.dtype),
-            f"{tensor} has shape {stored.shape} and {stored.dtype} there, which {shape} and "
-            f"{target.dtype} here cannot hold; this checkpoint is of another model",
+            stored.shape == shape,
+            f"{tensor} has shape {stored.shape} there, but {shape} here; {OTHER_MODEL}",
+        )
+        self.require(
+            torch.can_cast(stored.dtype, target.dtype),
+            f"{tensor} is {stored.dtype} there, which {target.dtype} here cannot hold; "
+            f"{OTHER_MODEL}",
         )
         self.require(own or not target.numel(), f"{tensor} {MADE_UP}")
         self.require(
@@ -312,12 +312,6 @@ class Match:
             f"rank {self.comm.group_rank} would have to read {nbytes:,} bytes of it, and has "
             f"memory for {memory_nbytes():,}",
         )
-
-
-def _is_empty(state: Tree | None) -> bool:
-    """Return whether a parameter's state has no entry, or only None."""
-    entries = [] if state is None else own_entries(state.node)
-    return all(item[0] == "value" and item[1] is None for item in entries)
 
 
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.errors import CheckpointError, require
 from shardstep.checkpoint.files import Digest, length_of, sync_folder
 from shardstep.checkpoint.manifest import FILE_NAME, MANIFEST, read_manifest, write_manifest
 
@@ -32,7 +32,7 @@ _HIDDEN = re.compile(r"\..+\.(?:saving|removing)")
 
 
 class Staging:
-    """A folder that is being written, on the rank that creates it."""
+    """The hidden folder for a checkpoint at `path`, on the rank that creates it."""
 
     def __init__(self, path: Path) -> None:
         self._goal = path
@@ -63,18 +63,13 @@ class Staging:
             self._lock = lock_folder(self.path, if_unsupported=True)
 
     def commit(self, files: Mapping[str, Digest]) -> None:
-        """Turn the folder into a checkpoint."""
+        """Turn the folder into a checkpoint of `files`, which any ranks have written."""
         for name, digest in files.items():
-            nbytes = length_of(self.path / name)
-            if nbytes is None:
-                raise CheckpointError(
-                    f"{self.path / name} was written by a rank but is not here: all ranks have to "
-                    "save to one folder on a file system that they share"
-                )
-            if nbytes != digest.nbytes:
-                raise CheckpointError(
-                    f"{self.path / name} is {nbytes:,} bytes long, not as written"
-                )
+            require(
+                length_of(self.path / name) == digest.nbytes,
+                f"{self.path / name} was written by a rank but is not here: all ranks have to save "
+                "to one folder on a file system that they share",
+            )
         newest = max((when for when, _ in _complete(self._goal.parent)), default=0)
         # Greater than every other here, even if the clock was set back.
         write_manifest(self.path, max(time.time_ns(), newest + 1), files)
@@ -109,7 +104,10 @@ class Staging:
 
 
 def lock_folder(folder: Path, if_unsupported: bool = False) -> int | None:
-    """Return a descriptor that holds the lock on `folder`; None if it is gone or locked."""
+    """Return a descriptor that holds the lock on `folder`; None if it is gone or locked.
+
+    If the file system has no locks, return one only `if_unsupported`.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
