@@ -67,11 +67,12 @@ class Checkpoint:
             for chunk in stored.chunks:
                 where = f"{self.path / chunk.file}: chunk {chunk.key!r} of {what}"
                 entry = self._file(chunk.file).entries.get(chunk.key)
+                form = None if entry is None else (entry.dtype, entry.shape)
+                found = "missing" if form is None else "{} of shape {} there".format(*form)
                 require(
-                    entry is not None
-                    and (entry.dtype, entry.shape) == form_of(stored.dtype, chunk.box.sizes),
-                    f"{where} is missing, or not {stored.dtype} of shape {chunk.box.sizes}; the "
-                    "file belongs to another checkpoint",
+                    form == form_of(stored.dtype, chunk.box.sizes),
+                    f"{where} is {found}, but should be {stored.dtype} of shape {chunk.box.sizes}; "
+                    "the file belongs to another checkpoint",
                 )
 
     def read_box(self, stored: Stored, box: Box, target: torch.Tensor) -> None:
