@@ -1,4 +1,4 @@
-"""Checkpoints in one process: cut anew, taken to other programs' formats and back, and checked."""
+"""One process reshards and verifies checkpoints, atomically and in little memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -76,6 +76,18 @@ def read_plainly(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def read_by_index(folder: Path) -> dict[str, torch.Tensor]:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return {name: read_plainly(folder / file)[name] for name, file in index["weight_map"].items()}
+
+
+def assert_same_weights(found: dict[str, torch.Tensor], path: Path) -> None:
+    expected = ckpt.weights(path)
+    expected.pop("head.weight")  # the same tensor as table.weight: once in the file
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
 def digests(path: Path, *kinds: str) -> dict[str, str]:
     files = read_manifest(path).files
     return {name: each.sha256 for name, each in files.items() if name.startswith(kinds)}
@@ -103,35 +115,20 @@ def test_resharding_writes_the_files_that_those_ranks_would_have_written(
     assert len(weights) == ranks
 
 
-@contextmanager
-def noting_files() -> Iterator[list[str]]:
-    """Which files with tensors are opened meanwhile."""
-    opened: list[str] = []
-    original = safetensors.File.__init__
-
-    def noting(self: safetensors.File, path: Path) -> None:
-        opened.append(path.name)
-        original(self, path)
-
-    with mock.patch.object(safetensors.File, "__init__", noting):
-        yield opened
-
-
-def read_resharded(paths: list[tuple[str, str, Path]]) -> list[str]:
-    failures = []
+def read_resharded(paths: list[tuple[str, str, Path]]) -> None:
+    opening = safetensors.File.__init__
     for case, layout, path in paths:
         net, opt = sharded(case, layout)
-        with noting_files() as opened:
+        with mock.patch.object(
+            safetensors.File, "__init__", autospec=True, side_effect=opening
+        ) as opened:
             ckpt.load(path, opt, net)
-        number = f"-{opt.rank + 1:05}-of-{opt.world_size:05}"
-        mine = {f"{kind}{number}.safetensors" for kind in ("model", "optimizer")}
-        if set(opened) != mine | {"extra.safetensors"}:
-            failures.append(f"rank {opt.rank} read {opened}")
+        number = f"-{opt.rank + 1:05}-of-{opt.world_size:05}.safetensors"
+        mine = {f"model{number}", f"optimizer{number}", "extra.safetensors"}
+        assert {call.args[1].name for call in opened.call_args_list} == mine
         take_steps(net, opt, AFTER)
         expected, _ = plain(case, range(BEFORE.start, AFTER.stop))
-        if not same_weights(expected, net):
-            failures.append(f"{path}: goes on differently")
-    return failures
+        assert same_weights(expected, net), path
 
 
 def test_ranks_that_it_was_cut_for_read_one_file_each_and_go_on(
@@ -143,8 +140,7 @@ def test_ranks_that_it_was_cut_for_read_one_file_each_and_go_on(
         paths.append((case, layout, ckpt.reshard(original, tmp_path / case, 2)))
         if layout == "whole" and case == "SGD":  # cut as its class is by default
             paths[-1] = (case, "sliced", paths[-1][2])
-    for failures in run_ranks(read_resharded, 2, paths):
-        assert not failures
+    run_ranks(read_resharded, 2, paths)
 
 
 def test_weights_are_one_file_for_one_rank_and_have_an_index_for_several(
@@ -156,13 +152,7 @@ def test_weights_are_one_file_for_one_rank_and_have_an_index_for_several(
     made_by = ckpt.summary(several)["made_by"]
     assert made_by["world_size"] == 2
     assert made_by["cut_from"] == ckpt.summary(small)["made_by"], "the first maker is remembered"
-    index = json.loads((several / "model.safetensors.index.json").read_text())
-    found = {}
-    for name, file in index["weight_map"].items():
-        found[name] = read_plainly(several / file)[name]
-    tensors = {k: v.contiguous() for k, v in ckpt.weights(small).items() if k != "head.weight"}
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert_same_weights(read_by_index(several), small)
 
 
 @pytest.mark.parametrize(
@@ -174,37 +164,27 @@ def test_weights_are_one_file_for_one_rank_and_have_an_index_for_several(
     ],
     ids=["reshard", "torch", "safetensors"],
 )
-class TestWhatIsWritten:
-    """It is complete or not there."""
+def test_what_is_written_is_complete_or_not_there(
+    act: Callable[[Path, Path], Any], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "made"
+    made.write_text("mine")
+    with pytest.raises(FileExistsError):
+        act(small, made)
+    assert made.read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["made", "small"]
+    made.unlink()
+    read, reads = safetensors.File.read, count(1)
 
-    def test_is_not_there_if_a_read_fails_midway(
-        self,
-        act: Callable[[Path, Path], Any],
-        small: Path,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        read, reads = safetensors.File.read, [0]
+    def fails_at_the_fifth(*args: Any) -> None:
+        if next(reads) == 5:
+            raise OSError("the disk is gone")
+        read(*args)
 
-        def fails_at_the_fifth(*args: Any) -> None:
-            reads[0] += 1
-            if reads[0] == 5:
-                raise OSError("the disk is gone")
-            read(*args)
-
-        monkeypatch.setattr(safetensors.File, "read", fails_at_the_fifth)
-        with pytest.raises(OSError, match="the disk is gone"):
-            act(small, tmp_path / "made")
-        assert os.listdir(tmp_path) == ["small"]
-
-    def test_never_takes_the_place_of_something(
-        self, act: Callable[[Path, Path], Any], small: Path, tmp_path: Path
-    ) -> None:
-        (tmp_path / "made").write_text("mine")
-        with pytest.raises(FileExistsError):
-            act(small, tmp_path / "made")
-        assert (tmp_path / "made").read_text() == "mine"
-        assert sorted(os.listdir(tmp_path)) == ["made", "small"]
+    monkeypatch.setattr(safetensors.File, "read", fails_at_the_fifth)
+    with pytest.raises(OSError, match="the disk is gone"):
+        act(small, made)
+    assert os.listdir(tmp_path) == ["small"]
 
 
 MEASURE = """
@@ -267,26 +247,22 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------- verify
 
 
-def rename_chunk(said: Any) -> None:
-    said["model"]["tensors"]["scale"]["chunks"][0][1] = "other"
-
-
-def change_dtype(said: Any) -> None:
-    said["model"]["tensors"]["unused"]["dtype"] = "int32"
-
-
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("tensor", "change", "match"),
     [
-        (rename_chunk, r"model\.safetensors: chunk 'other' of model tensor 'scale' is missing"),
-        (change_dtype, r"float32 of shape .130,. there, but should be"),
+        (
+            "scale",
+            lambda stored: stored["chunks"][0].__setitem__(1, "other"),
+            r"model\.safetensors: chunk 'other' of model tensor 'scale' is missing",
+        ),
+        ("unused", lambda stored: stored.update(dtype="int32"), r"float32 of shape .130,. there"),
     ],
 )
 def test_verify_finds_a_file_of_another_checkpoint(
-    small: Path, change: Callable[[Any], None], match: str
+    small: Path, tensor: str, change: Callable[[Any], None], match: str
 ) -> None:
     assert ckpt.verify(small)[1] == len(ckpt.summary(small, tensors=True)["tensors"])
-    edit_contents(small, change)
+    edit_contents(small, lambda said: change(said["model"]["tensors"][tensor]))
     with pytest.raises(ckpt.CheckpointError, match=match):
         ckpt.verify(small)
 
@@ -304,7 +280,7 @@ def test_chunks_that_overlap_and_leave_a_gap_are_refused(tmp_path: Path) -> None
         (_, _, first, size), (_, _, second, same) = stored["chunks"]
         assert (first, second) == ([0, 0], [64, 0])
         assert size == same
-        # As many elements as before and every chunk in its file, but nobody has the second half.
+        # As many elements as before and every chunk in its file, but the second half is missing.
         second[0] = 0
 
     edit_contents(path, twice)

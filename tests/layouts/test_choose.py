@@ -204,7 +204,7 @@ class HandsOn(Optimizer):
 
 def test_an_optimizer_that_keeps_its_state_elsewhere_is_refused() -> None:
     param = torch.nn.Parameter(torch.ones(3))
-    message = "HandsOn does not keep state and groups as a torch"
+    message = "HandsOn does not keep state and param_groups as a torch"
     with pytest.raises(ValueError, match=message):
         chosen("auto", HandsOn)
     with pytest.raises(ValueError, match=message):  # nor on one rank, where nothing is probed

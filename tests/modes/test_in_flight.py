@@ -16,16 +16,7 @@ import surroundings
 import torch
 from doubles import AnyOrder
 from late import Late, Noted, in_flight
-from models import (
-    ADAMW,
-    MLP,
-    MLP_PROBLEM,
-    failing,
-    noise,
-    rank,
-    train,
-    with_ddp,
-)
+from models import ADAMW, MLP, MLP_PROBLEM, failing, noise, rank, train, with_ddp
 from problems import copies, differing
 from ranks import run_ranks
 from scenarios import MODULE, SCENARIOS, compared
@@ -43,6 +34,7 @@ DOUBLES = [
 
 NAMES = (
     "every_model",
+    "mixed_dtypes",
     "average_the_weights",
     "write_parameters",
     "read_parameters_in_the_loss",

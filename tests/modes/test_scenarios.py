@@ -89,7 +89,9 @@ def test_other_numbers_of_ranks(name: str, world_size: int) -> None:
         assert run_ranks(_compare, world_size, name) == [[]] * world_size
 
 
-@pytest.mark.parametrize("name", ["every_model", "closure", "clear_some_by_hand", "never_clear"])
+@pytest.mark.parametrize(
+    "name", ["every_model", "mixed_dtypes", "closure", "clear_some_by_hand", "never_clear"]
+)
 def test_without_a_process_group_it_is_the_plain_optimizer(name: str) -> None:
     assert _compare(name, modes=APART) == []
 

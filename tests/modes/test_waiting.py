@@ -9,17 +9,7 @@ from typing import Any
 import torch
 from doubles import AnyOrder, behind_the_door
 from late import Noted, in_flight
-from models import (
-    MLP,
-    MLP_PROBLEM,
-    SGD,
-    Problem,
-    failing,
-    noise,
-    train,
-    with_ddp,
-    with_zero,
-)
+from models import MLP, MLP_PROBLEM, SGD, Problem, failing, noise, train, with_ddp, with_zero
 from problems import differing
 from ranks import run_ranks
 from torch import nn, optim

@@ -8,17 +8,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import BRANCHES, Checkpointed, Opaque, Reaching, branching
-from models import (
-    ADAMW,
-    MLP,
-    MLP_PROBLEM,
-    SGD,
-    Problem,
-    failing,
-    noise,
-    train,
-    with_zero,
-)
+from models import ADAMW, MLP, MLP_PROBLEM, SGD, Problem, failing, noise, train, with_zero
 from problems import copies, differing
 from ranks import run_ranks
 from torch import Tensor, nn

@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import (
-    ADAMW,
-    MLP_PROBLEM,
-    PROBLEMS,
-    SGD,
-    furthest,
-    noise,
-    rank,
-    with_zero,
-    world_size,
-)
+from models import ADAMW, MLP_PROBLEM, PROBLEMS, SGD, furthest, noise, rank, with_zero, world_size
 from problems import copies, differing
 from ranks import raises_on_every_rank, run_ranks
 from torch import Tensor, nn

@@ -9,15 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from problems import (
-    LAYOUTS,
-    copies,
-    difference,
-    differing,
-    make_params,
-    set_gradients,
-    train,
-)
+from problems import LAYOUTS, copies, difference, differing, make_params, set_gradients, train
 from ranks import raises_on_every_rank, run_ranks
 from torch import optim
 from traffic import counted

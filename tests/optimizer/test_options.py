@@ -10,15 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import (
-    LAYOUTS,
-    SHAPES,
-    copies,
-    differing,
-    make_params,
-    set_gradients,
-    train,
-)
+from problems import LAYOUTS, SHAPES, copies, differing, make_params, set_gradients, train
 from ranks import raises_on_every_rank, run_ranks
 from reference.naive_masters import NaiveMasters
 from torch import nn, optim

@@ -6,16 +6,7 @@ from typing import Any
 
 import torch
 from graphs import ALL_OF_THEM
-from models import (
-    MLP,
-    MLP_PROBLEM,
-    PROBLEMS,
-    SGD,
-    Problem,
-    Setup,
-    rank,
-    train,
-)
+from models import MLP, MLP_PROBLEM, PROBLEMS, SGD, Problem, Setup, rank, train
 from scenarios import APART, New, renew, scenario
 from torch import Tensor, nn
 

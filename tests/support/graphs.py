@@ -7,19 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from models import (
-    MLP,
-    MLP_PROBLEM,
-    PROBLEMS,
-    SGD,
-    Branching,
-    Problem,
-    Setup,
-    noise,
-    rank,
-    train,
-)
+from models import MLP, MLP_PROBLEM, PROBLEMS, SGD, Branching, Problem, Setup, noise, rank, train
 from scenarios import APART, MODULE, New, result, scenario
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
@@ -369,3 +359,62 @@ def buffers_with_no_sync(setup: Setup) -> list[Tensor]:
         losses.append(setup.backward(step + 2, REMEMBERING))
         setup.finish()
     return losses
+
+
+# ------------------------------------------------------------------------ two models, two groups
+
+
+@scenario(many=True, kinds=[SGD])
+def two_models_in_one_backward(new: New) -> list[Tensor]:
+    """Of the same sizes, of which each rank uses another part: messages must not be mixed up."""
+    groups = [dist.new_group() if dist.is_initialized() else None for _ in range(2)]
+    one, two = (new(PAIR, process_group=group, find_unused_parameters=True) for group in groups)
+    losses = []
+    for step in range(6):
+        x = noise(step, 6, 128)
+        short = rank() == step % 2
+        loss = 3 * one.model(x).square().mean() + two.model(x, short).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        one.finish()
+        two.finish()
+    return losses + one.params + two.params
+
+
+class Pair(nn.Module):
+    """One bucket for each layer at two ranks; the second layer may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(128, 128)
+        self.second = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor, short: bool = False) -> Tensor:
+        out: Tensor = self.first(x) if short else self.second(self.first(x))
+        return out
+
+
+PAIR = Problem(Pair, MLP_PROBLEM.loss)
+
+
+@scenario(many=True, kinds=[SGD], modes=APART)
+def generator_and_critic(new: New) -> list[Tensor]:
+    """The generator's loss leaves gradients in the critic, which are cleared."""
+    critics = Problem(
+        lambda: nn.Sequential(nn.Linear(4, 128), nn.Tanh(), nn.Linear(128, 1)), MLP_PROBLEM.loss
+    )
+    generator, critic = new(), new(critics)
+    losses = []
+    for step in range(5):
+        real, seed = noise(step, 6, 4), noise(step + 50, 6, 16)
+        critic.opt.zero_grad()
+        with torch.no_grad():
+            fake = generator.model(seed)
+        (critic.model(fake).mean() - critic.model(real).square().mean()).backward()
+        critic.opt.step()
+        generator.opt.zero_grad()
+        loss = -critic.model(generator.model(seed)).mean()
+        loss.backward()
+        generator.opt.step()
+        losses.append(loss.detach())
+    return losses + generator.params + critic.params

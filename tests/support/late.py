@@ -7,15 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from doubles import LateArrival, behind_the_door
-from models import (
-    ADAMW,
-    MLP_PROBLEM,
-    Kind,
-    Problem,
-    Setup,
-    train,
-    with_zero,
-)
+from models import ADAMW, MLP_PROBLEM, Kind, Problem, Setup, train, with_zero
 from torch import Tensor
 
 

@@ -28,10 +28,16 @@ BRANCHING = PROBLEMS["branching"]
 @scenario(many=True, kinds=[SGD, ADAMW])
 def every_model(new: New) -> list[Tensor]:
     seen = []
-    for problem in PROBLEMS.values():
+    for name in ("gpt", "conv", "branching", "mlp"):
+        problem = PROBLEMS[name]
         setup = new(problem, find_unused_parameters=problem.find_unused)
         seen += [*train(setup, problem, range(8)), *result(setup, problem)]
     return seen
+
+
+@scenario(PROBLEMS["mixed dtypes"], ranks=(0, 1, 2))
+def mixed_dtypes(setup: Setup) -> list[Tensor]:
+    return train(setup, PROBLEMS["mixed dtypes"], range(8))
 
 
 @scenario(Problem(channels_last, PROBLEMS["conv"].loss))

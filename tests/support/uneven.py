@@ -7,16 +7,7 @@ from typing import Any
 
 from ddp_ways import HOOKS, WAYS
 from graphs import BRANCHES, branching
-from models import (
-    MLP_PROBLEM,
-    PROBLEMS,
-    SGD,
-    Problem,
-    Setup,
-    rank,
-    train,
-    world_size,
-)
+from models import MLP_PROBLEM, PROBLEMS, SGD, Problem, Setup, rank, train, world_size
 from scenarios import APART, DROP_IN, MODULE, New, scenario
 from torch import Tensor, optim
 from torch.amp import GradScaler

@@ -33,6 +33,11 @@ class Manifest:
     files: dict[str, Digest]
     digest: str
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files."""
+        return sum(digest.nbytes for digest in self.files.values())
+
 
 def write_manifest(folder: Path, saved_at: int, files: Mapping[str, Digest]) -> None:
     """List `files` in the folder's manifest."""

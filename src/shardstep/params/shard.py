@@ -18,17 +18,10 @@ FreeMemory = Callable[[torch.Tensor, int], None]
 class Shard:
     """The tensors that one rank's optimizer steps on.
 
-    A piece that is part of a parameter is a flat view of it. A piece that is an entire parameter is
-    the parameter itself, so that the optimizer finds `param.grad` and keys its state as the user
-    expects. With `separate`, it is another tensor on the same memory, because the gradient of the
-    piece is not what the user sees in `param.grad`. A DTensor is represented by its local tensor. A
-    piece with a step tensor of a wider dtype is that tensor.
-
-    Args:
-        pieces: this rank's pieces, by parameter number.
-        params: all parameters, in the plan's order.
-        separate: whether entire parameters get a tensor of their own.
-        wide: the step tensors of a wider dtype.
+    A part of a parameter is a flat view of it. An entire parameter is itself, so that the optimizer
+    finds `param.grad` and keys its state as the user expects. With `separate`, it is another tensor
+    on the same memory, because `param.grad` is not the gradient to step on. A DTensor is
+    represented by its local tensor, and a piece in `wide` by its wider step tensor.
     """
 
     def __init__(
@@ -90,14 +83,9 @@ class Shard:
             self._point(self._widened)
 
     def write_back(self, free_memory: FreeMemory, among: Container[int] | None = None) -> bool:
-        """Write updated step tensors back to their parameters.
+        """Write back step tensors of these parameters. Return True if a parameter has moved.
 
-        Args:
-            free_memory: called for each tensor that the optimizer pointed at other memory.
-            among: the parameters that were stepped on; None for all.
-
-        Returns:
-            Whether the optimizer has moved a parameter of this shard.
+        `free_memory` is called for each tensor that the optimizer pointed at other memory.
         """
         moved = self._copy_reassigned(free_memory)
         self._wide.write_back(among)
@@ -109,10 +97,7 @@ class Shard:
             self._point(self._widened)
 
     def masters(self) -> dict[int, torch.Tensor]:
-        """Return this rank's masters by parameter number, in use and not copied.
-
-        A master is flat for a part of a parameter, in the parameter's shape for an entire one.
-        """
+        """Return this rank's masters by parameter number, not copied; of parts, flat."""
         return self._wide.values()
 
     @property
@@ -125,27 +110,19 @@ class Shard:
         self._wide.set_values(masters)
 
     def _copy_reassigned(self, free_memory: FreeMemory) -> bool:
-        """Copy back the values of tensors that the optimizer pointed at other memory.
+        """Copy back views that the optimizer pointed at other memory by assigning `p.data`.
 
-        Some optimizers assign `p.data` a new tensor. If `p` is a view of a parameter, its values
-        are copied to where they belong. If it is the parameter, the parameter has moved.
-
-        Returns:
-            Whether a parameter of this shard has moved.
+        Return True if `p` was a parameter, which has moved now.
         """
-        now = [tensor.data_ptr() for tensor in self._tensors.values()]
-        if now == self._addresses:
+        before = zip(self._tensors.items(), self._addresses, strict=True)
+        moved = [(n, each, address) for (n, each), address in before if each.data_ptr() != address]
+        if not moved:
             return False
-        before = dict(zip(self._tensors, self._addresses, strict=True))
-        for index, tensor in self._tensors.items():
-            if tensor.data_ptr() != before[index]:
-                free_memory(tensor, before[index])
+        for _, tensor, address in moved:
+            free_memory(tensor, address)
+        numbers = {number for number, _, _ in moved}
         for piece, tensor in self.views:
-            if tensor.data_ptr() != before[piece.param]:
+            if piece.param in numbers:
                 self._view(piece).copy_(tensor.detach())
-        moved = any(
-            tensor is self._params[index] and tensor.data_ptr() != before[index]
-            for index, tensor in self._tensors.items()
-        )
         self.repoint()
-        return moved
+        return any(tensor is self._params[number] for number, tensor, _ in moved)

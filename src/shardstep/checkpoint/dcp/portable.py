@@ -2,7 +2,7 @@
 
 DCP does not support keys that are no strings, tensors in tuples, which it would pickle, and tensor
 subclasses. All three become dicts with string keys. The loading side restores them from the
-structure of its own state. A value that does not exist yet becomes None, as
+structure of the state there. A value that does not exist yet becomes None, as
 Note [State before the first step] in `stateful.py` explains.
 
 A list is saved with its length: DCP reads only the entries that the loading side has.
@@ -73,12 +73,9 @@ class _Reader:
         kind, *inner = node
         if kind == "tensor":
             return self._tensor(value, path)
-        if kind == "dict":
-            if not isinstance(value, Mapping) or not all(str(key) in value for key, _ in inner[0]):
-                raise self._misfit(path, value)
-            return {
-                key: self.walk(item, value[str(key)], f"{path}.{key}") for key, item in inner[0]
-            }
+        if not _has_tensors_or_dicts(node):
+            self.values.append(value)
+            return value
         if kind == "wrapper":
             name, items, context, shape, stride = inner
             parts = self.walk(["dict", items], value, path)
@@ -86,26 +83,18 @@ class _Reader:
                 return None
             # A context holds no tensors.
             return wrap(name, parts, decode(context, lambda leaf: torch.empty(0)), shape, stride)
-        if kind in ("list", "tuple") and any(each[0] != "value" for each in _items(node)):
-            items = self._list(inner[0], value, path)
-            return items if kind == "list" else tuple(items)
-        self.values.append(value)
-        return value
-
-    def _list(self, nodes: list[Node], value: Any, path: str) -> list[Any]:
-        if not isinstance(value, Mapping) or not all(str(n) in value for n in range(len(nodes))):
+        items = inner[0] if kind == "dict" else list(enumerate(inner[0]))
+        if not isinstance(value, Mapping) or not all(str(key) in value for key, _ in items):
             raise self._misfit(path, value)
-        saved = value.get(LENGTH)
-        if saved not in (None, len(nodes)):
+        if kind != "dict" and value.get(LENGTH) not in (None, len(items)):
             raise ValueError(
-                f"{self._owner} was saved with {saved} entries in {path.removeprefix('.')!r}, and "
-                f"{len(nodes)} were read, since this optimizer has that many; before loading, take "
-                "enough steps to have all, or use shardstep.checkpoint"
+                f"{self._owner} was saved with {value[LENGTH]} entries in "
+                f"{path.removeprefix('.')!r}, and {len(items)} were read, since this optimizer has "
+                "that many; before loading, take enough steps to have all, or use "
+                "shardstep.checkpoint"
             )
-        return [
-            self.walk(item, value[str(number)], f"{path}.{number}")
-            for number, item in enumerate(nodes)
-        ]
+        read = {key: self.walk(item, value[str(key)], f"{path}.{key}") for key, item in items}
+        return read if kind == "dict" else (list if kind == "list" else tuple)(read.values())
 
     def _tensor(self, value: Any, path: str) -> Any:
         absent = value is None or (
@@ -127,8 +116,7 @@ class _Reader:
         return ValueError(f"{self._owner} was loaded with a {type(value).__name__} for {place!r}")
 
 
-def _items(node: Node) -> list[Node]:
-    """Return the nodes inside nested lists and tuples."""
+def _has_tensors_or_dicts(node: Node) -> bool:
     if node[0] in ("list", "tuple"):
-        return [found for item in node[1] for found in _items(item)]
-    return [node]
+        return any(_has_tensors_or_dicts(item) for item in node[1])
+    return node[0] in ("tensor", "dict", "wrapper")

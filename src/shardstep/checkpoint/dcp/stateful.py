@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -89,32 +89,55 @@ class Sharded:
             self._optimizer.load_state_dict(state_dict)
 
     def _load_sharded(self, state_dict: dict[str, Any]) -> None:
+        refuse_dtensors(named_params(self._optimizer), NO_OFFSETS)
         shards = self._optimizer.shards
         plan, group_rank = shards.plan, shards.comm.group_rank
-        share = _read_share(self._optimizer, state_dict)
-        shards.mark_begun(share.with_state)
         held = sorted(plan.intervals(group_rank))
+        params, described = survey_state(shards)
+        names = _names(self._optimizer)
+        states: dict[int, Any] = {}
+        global_state: dict[Any, Any] = {}
+        masters: dict[int, torch.Tensor] = {}
+
+        def read() -> tuple[list[dict[str, Any]], list[str]]:
+            saved = state_dict["state"]
+            named = {"state": {}, "param_groups": state_dict["param_groups"]}
+            groups = numbered(named, self._optimizer.param_groups, names)["param_groups"]
+            for index, param in params.items():
+                owner = f"parameter {names[index]!r}"
+                if names[index] not in saved:
+                    raise ValueError(f"the sharded state dict has no entry for {owner}")
+                states[index] = from_portable(param.kept.node, saved[names[index]], owner)
+            for key, (node, _) in described.items():
+                global_state[key] = from_portable(node, saved.get(str(key)), f"state {key!r}")
+            for index in sorted(shards.masters()):
+                master = state_dict.get("masters", {}).get(names[index])
+                if isinstance(master, Placeholder) and (part := master.take_part()) is not None:
+                    masters[index] = part
+            return groups, []
+
+        # Nothing changes before all ranks have read their share.
+        groups = check_same_on_all_ranks(shards.comm, "loading a sharded state dict", read)
+        with_state = {index for index, state in states.items() if state is not None}
+        shards.mark_begun(with_state)
         install(
             shards.optim,
             held,
-            share.states,
-            share.global_state,
-            share.groups,
+            {index: states[index] for index in held if index in with_state},
+            {key: value for key, value in global_state.items() if value is not None},
+            groups,
             plan.specs,
             extra={key: value for key, value in state_dict.items() if key not in KNOWN_KEYS},
             wide=held,  # it was read into state of the same precision policy
         )
-        shards.set_masters(share.masters)
+        shards.set_masters(masters)
         shards.rounding_step = state_dict.get("rounding_step", shards.rounding_step)
         shards.publish_options()
-        warn_of_missing_state(shards.rehearse, plan, group_rank, share.with_state)
+        warn_of_missing_state(shards.rehearse, plan, group_rank, with_state)
 
 
 class _ShardedDict(dict[str, Any]):
     """A state dict of `Sharded`, recognised by its class even if it has no tensors."""
-
-
-# ------------------------------------------------------------------------------- making the dict
 
 
 def _make_sharded_dict(optimizer: ZeroRedundancyOptimizer, param_names: bool) -> _ShardedDict:
@@ -214,52 +237,3 @@ def _names(optimizer: ZeroRedundancyOptimizer) -> list[str]:
         return names
     # Two models that are trained together: only positions tell their parameters apart.
     return given if len(set(given)) == len(given) else [f"param {i}" for i in range(len(given))]
-
-
-# ------------------------------------------------------------------------------ reading the dict
-
-
-class _Share(NamedTuple):
-    """One rank's share of a sharded state dict, by parameter number."""
-
-    states: dict[int, Any]
-    global_state: dict[Any, Any]
-    groups: list[dict[str, Any]]  # of all parameters
-    with_state: set[int]  # on any rank
-    masters: dict[int, torch.Tensor]
-
-
-def _read_share(optimizer: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> _Share:
-    """Return this rank's share of what was read. Called on every rank; changes nothing."""
-    refuse_dtensors(named_params(optimizer), NO_OFFSETS)
-    shards = optimizer.shards
-    params, global_state = survey_state(shards)
-
-    def make() -> tuple[_Share, list[str]]:
-        names = _names(optimizer)
-        held = optimizer.plan.intervals(optimizer.rank)
-        read = state_dict["state"]
-        groups = {"state": {}, "param_groups": state_dict["param_groups"]}
-        packed = numbered(groups, optimizer.param_groups, names)["param_groups"]
-        share = _Share({}, {}, packed, set(), {})
-        for index, described in params.items():
-            owner = f"parameter {names[index]!r}"
-            if names[index] not in read:
-                raise ValueError(f"the sharded state dict has no entry for {owner}")
-            value = from_portable(described.kept.node, read[names[index]], owner)
-            if value is not None:
-                share.with_state.add(index)
-                if index in held:
-                    share.states[index] = value
-        for key, (node, _) in global_state.items():
-            value = from_portable(node, read.get(str(key)), f"state {key!r}")
-            if value is not None:
-                share.global_state[key] = value
-        for index in sorted(shards.masters()):
-            master = state_dict.get("masters", {}).get(names[index])
-            part = master.take_part() if isinstance(master, Placeholder) else None
-            if part is not None:
-                share.masters[index] = part
-        return share, []
-
-    return check_same_on_all_ranks(shards.comm, "loading a sharded state dict", make)

@@ -302,7 +302,7 @@ def _save_optimizer(
         raise CheckpointError(
             f"the optimizer's state dict has state for {list(global_state)[:5]}, which no group has"
         )
-    beside = {key: value for key, value in state_dict.items() if key not in KNOWN_KEYS}
+    extra_entries = {key: value for key, value in state_dict.items() if key not in KNOWN_KEYS}
     return SavedOptimizer(
         _full_class_name(optimizer_class),
         positional,
@@ -310,7 +310,7 @@ def _save_optimizer(
         params=tuple(params),
         groups=tuple(saved_groups),
         global_state=files.add_value("state", global_state),
-        extra_entries=files.add_value("beside", beside),
+        extra_entries=files.add_value("beside", extra_entries),
         rounding_step=rounded,
     )
 
@@ -320,6 +320,7 @@ def _check_state_dict(
 ) -> tuple[Mapping[Any, Any], list[Mapping[str, Any]], Mapping[Any, torch.Tensor], int]:
     """Return the state, the groups, the masters and the count of stochastic roundings."""
     state, groups = state_dict.get("state"), state_dict.get("param_groups")
+    masters, rounded = state_dict.get("masters", {}), state_dict.get("rounding_step", 0)
     listed = isinstance(groups, list) and all(
         isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
     )
@@ -328,10 +329,8 @@ def _check_state_dict(
             "this is not the state dict of an optimizer: it has no 'state' and 'param_groups' as "
             "torch.optim writes them"
         )
-    masters, rounded = state_dict.get("masters", {}), state_dict.get("rounding_step", 0)
-    if not isinstance(masters, Mapping) or not all(
-        isinstance(master, torch.Tensor) for master in masters.values()
-    ):
+    by_param = isinstance(masters, Mapping)
+    if not by_param or not all(isinstance(each, torch.Tensor) for each in masters.values()):
         raise CheckpointError(
             "'masters' of the optimizer's state dict are not tensors by parameter"
         )

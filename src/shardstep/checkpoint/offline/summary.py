@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.files import length_of
 from shardstep.checkpoint.format import (
     SavedModel,
     SavedOptimizer,
@@ -43,7 +44,7 @@ def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str,
             "version": VERSION,
             "saved_at": _time(manifest),
             "made_by": contents.made_by,
-            "nbytes": _nbytes(manifest),
+            "nbytes": manifest.nbytes,
             "files": {name: digest.nbytes for name, digest in sorted(manifest.files.items())},
             "optimizer": contents.optimizer and _optimizer(checkpoint, contents.optimizer),
             "model": contents.model and _model(contents.model),
@@ -80,7 +81,7 @@ def listing(parent: str | os.PathLike[str]) -> dict[str, Any]:
                 entry = {
                     "path": str(path),
                     "saved_at": _time(checkpoint.manifest),
-                    "nbytes": _nbytes(checkpoint.manifest),
+                    "nbytes": checkpoint.manifest.nbytes,
                     "made_by": checkpoint.contents.made_by,
                     "newest": path == complete[-1],
                 }
@@ -107,24 +108,13 @@ def _reason(path: Path) -> str:
         files = read_manifest(path).files
     except CheckpointError as error:
         return str(error)
-    wrong = [
-        name
-        for name, digest in sorted(files.items())
-        if not (path / name).is_file() or (path / name).stat().st_size != digest.nbytes
-    ]
-    return f"missing or of another length: {', '.join(wrong)}"
+    wrong = [name for name, digest in files.items() if length_of(path / name) != digest.nbytes]
+    return f"missing or of another length: {', '.join(sorted(wrong))}"
 
 
 def _time(manifest: Manifest) -> str:
-    try:
-        when = datetime.fromtimestamp(manifest.saved_at / 1e9, UTC)
-    except (ValueError, OverflowError, OSError):
-        return f"{manifest.saved_at} ns"
+    when = datetime.fromtimestamp(manifest.saved_at / 1e9, UTC)
     return when.astimezone().isoformat(timespec="seconds")
-
-
-def _nbytes(manifest: Manifest) -> int:
-    return sum(digest.nbytes for digest in manifest.files.values())
 
 
 def _optimizer(checkpoint: Checkpoint, saved: SavedOptimizer) -> dict[str, Any]:
