@@ -56,7 +56,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 # ---------------------------------------------------------------------------- torch's own side
 
 
-def _torch_loads(folder: Path, names: bool) -> list[torch.Tensor]:
+def _torch_loads(names: bool, folder: Path) -> list[torch.Tensor]:
     net, opt = plain(ADAMW) if names else unnamed()
     advance(opt, net, range(9, 11), missing=False)  # so that there is something to replace
     target = {"model": net.state_dict(), "optim": get_optimizer_state_dict(net, opt)}
@@ -64,16 +64,6 @@ def _torch_loads(folder: Path, names: bool) -> list[torch.Tensor]:
     set_optimizer_state_dict(net, opt, target["optim"])
     net.load_state_dict(target["model"])
     return advance(opt, net, range(3, 6), missing=False)
-
-
-@pytest.mark.parametrize(("world_size", "names"), [(1, True), (2, False)])
-def test_plain_optimizers_load_what_was_saved_here(
-    tmp_path: Path, world_size: int, names: bool
-) -> None:
-    run_ranks(save_one, 2, tmp_path, ADAMW, 3, False, names)
-    expected = unbroken(ADAMW, missing=False)
-    for got in run_ranks(_torch_loads, world_size, tmp_path, names):
-        assert differing(expected, got) == []
 
 
 def _torch_saves(folder: Path) -> None:
@@ -84,11 +74,22 @@ def _torch_saves(folder: Path) -> None:
     dcp.save({"model": net.state_dict(), "optim": state}, checkpoint_id=folder)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_ddp_saved_is_loaded_here(tmp_path: Path, layout: str) -> None:
-    run_ranks(_torch_saves, 2, tmp_path)
-    for got in run_ranks(partial(load_adamw, layout=layout), 3, tmp_path, False):
-        assert differing(unbroken(ADAMW, missing=False), got) == []
+@pytest.mark.parametrize(
+    ("save_it", "load_it", "num_loading"),
+    [
+        (partial(save_one, case=ADAMW, steps=3, param_names=True), partial(_torch_loads, True), 1),
+        (partial(save_one, case=ADAMW, steps=3), partial(_torch_loads, False), 2),
+        *((_torch_saves, partial(load_adamw, missing=False, layout=each), 3) for each in LAYOUTS),
+    ],
+    ids=["ours, named", "ours, unnamed", *(f"torch's, {layout}" for layout in LAYOUTS)],
+)
+def test_plain_optimizers_and_ours_load_from_each_other(
+    tmp_path: Path, save_it: Any, load_it: Any, num_loading: int
+) -> None:
+    run_ranks(save_it, 2, tmp_path)
+    expected = unbroken(ADAMW, missing=False)
+    for got in run_ranks(load_it, num_loading, tmp_path):
+        assert differing(expected, got) == []
 
 
 class Tiny(nn.Module):

@@ -132,11 +132,7 @@ class FromSomeSize(Simple):
     """
 
     def __init__(
-        self,
-        params: Any,
-        min_size: float = 1e9,
-        block_size: float = 1e9,
-        rows: int | None = None,
+        self, params: Any, min_size: float = 1e9, block_size: float = 1e9, rows: int | None = None
     ) -> None:
         super().__init__(params, min_size=min_size, block_size=block_size)
         self.rows = rows or 10**9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import torch
 
@@ -33,26 +33,26 @@ class Shard:
     ) -> None:
         self._params = params
         self._separate = separate
-        self._wide = wide
+        self.wide = wide
         self.pieces = pieces
         self._tensors = {piece.param: self._make(piece) for piece in pieces}
         self.views = [
             (piece, tensor) for piece, tensor in self if tensor is not params[piece.param]
         ]
-        self._widened = [(piece, tensor) for piece, tensor in self if piece.param in wide]
+        self.widened = [(piece, tensor) for piece, tensor in self if piece.param in wide]
         self._remember_addresses()
 
     def _make(self, piece: Piece) -> torch.Tensor:
         param = self._params[piece.param]
-        separate = self._separate or piece.param in self._wide or is_dtensor(param)
+        separate = self._separate or piece.param in self.wide or is_dtensor(param)
         if piece.entire and not separate:
             return param
         return torch.nn.Parameter(self._view(piece), requires_grad=param.requires_grad)
 
     def _view(self, piece: Piece) -> torch.Tensor:
         """Return the piece's memory: in its parameter, or in its wider step tensor."""
-        if piece.param in self._wide:
-            return self._wide.place(piece)
+        if piece.param in self.wide:
+            return self.wide.place(piece)
         param = local_part(self._params[piece.param])
         return param.detach() if piece.entire else flat(param)[piece.param_interval.slice]
 
@@ -69,7 +69,7 @@ class Shard:
 
     def repoint(self) -> None:
         """Follow the parameters to where their data lies now; the tensor objects stay."""
-        self._wide.repoint()
+        self.wide.repoint()
         self._point(self.views)
 
     def _point(self, views: Iterable[tuple[Piece, torch.Tensor]]) -> None:
@@ -79,8 +79,8 @@ class Shard:
 
     def refresh(self) -> None:
         """Give every step tensor its parameter's value, before a step."""
-        if self._wide.refresh():
-            self._point(self._widened)
+        if self.wide.refresh():
+            self._point(self.widened)
 
     def write_back(self, free_memory: FreeMemory, among: Container[int] | None = None) -> bool:
         """Write back step tensors of these parameters. Return True if a parameter has moved.
@@ -88,26 +88,13 @@ class Shard:
         `free_memory` is called for each tensor that the optimizer pointed at other memory.
         """
         moved = self._copy_reassigned(free_memory)
-        self._wide.write_back(among)
+        self.wide.write_back(among)
         return moved
 
     def release(self) -> None:
         """Free what only the step needed."""
-        if self._wide.release():
-            self._point(self._widened)
-
-    def masters(self) -> dict[int, torch.Tensor]:
-        """Return this rank's masters by parameter number, not copied; of parts, flat."""
-        return self._wide.values()
-
-    @property
-    def wide_nbytes(self) -> int:
-        """Bytes of the step tensors of a wider dtype, while they exist."""
-        return self._wide.nbytes
-
-    def set_masters(self, masters: Mapping[int, torch.Tensor] | None) -> None:
-        """Copy these into the masters; None makes the masters from the parameters."""
-        self._wide.set_values(masters)
+        if self.wide.release():
+            self._point(self.widened)
 
     def _copy_reassigned(self, free_memory: FreeMemory) -> bool:
         """Copy back views that the optimizer pointed at other memory by assigning `p.data`.

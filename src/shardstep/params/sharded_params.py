@@ -51,10 +51,6 @@ class ShardedParams:
         self.storage.attach()
         self.shard.repoint()
 
-    def detach(self, params: Iterable[int]) -> None:
-        """Give these parameters separate storage."""
-        self.storage.detach(params)
-
     def intact(self) -> bool:
         """Return True if every parameter's data lies where `attach` left it."""
         # Asking a parameter in flight for its address must not wait for it.
@@ -68,18 +64,10 @@ class ShardedParams:
             now = [param.requires_grad or param.grad is not None for param in self.params]
             return self.trainable == now and self.storage.intact()
 
-    def refresh_masters(self) -> None:
-        """Give every step tensor its parameter's value, before a step."""
-        self.shard.refresh()
-
     def write_back(self, free_memory: FreeMemory, among: Container[int] | None = None) -> None:
         """Write updated pieces of these parameters, or of all, back. See `Shard.write_back`."""
         if self.shard.write_back(free_memory, among):
             self.attach()
-
-    def release(self) -> None:
-        """Free what only the step needed."""
-        self.shard.release()
 
     def mark_changed(self, among: Iterable[int] | None = None) -> None:
         """Tell autograd that these parameters, or all that have a gradient, were written to.
