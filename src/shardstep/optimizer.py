@@ -205,7 +205,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.plan,
             self.mode.planner.settings.layouts.explain(self.param_groups),
             self.optim.state.values(),
-            pipeline.params.shard.wide_nbytes,
+            pipeline.params.shard.wide.nbytes,
             pipeline.gradients.nbytes,
             self.mode.precision if self.mode.reduces_gradients else None,
         )

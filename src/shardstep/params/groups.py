@@ -1,4 +1,4 @@
-"""Which parameters, by number, belong to which parameter group."""
+"""The numbers of parameters in parameter groups."""
 
 from __future__ import annotations
 

@@ -80,13 +80,13 @@ class ShardView:
     def masters(self) -> dict[int, torch.Tensor]:
         """Return this rank's masters by parameter number, in use and not copied."""
         self.wait_for_params()
-        return self.pipeline.params.shard.masters()
+        return self.pipeline.params.shard.wide.values()
 
     def set_masters(self, masters: Mapping[int, torch.Tensor]) -> None:
         """Copy these into the masters; make the others from the parameters."""
         self.wait_for_params()
-        self.pipeline.params.shard.set_masters(None)
-        self.pipeline.params.shard.set_masters(masters)
+        self.pipeline.params.shard.wide.set_values(None)
+        self.pipeline.params.shard.wide.set_values(masters)
 
     def give_masters(self, params: Iterable[int]) -> None:
         """Create masters for those of `params` that may have one and are about to get state."""
