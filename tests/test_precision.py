@@ -33,7 +33,7 @@ from shardstep import (
     hook_with_zero_step_interleaved,
 )
 
-WIRE = "without module= gradients are reduced by somebody else"
+WIRE = "without module= this optimizer does not reduce gradients"
 
 
 @pytest.mark.parametrize(

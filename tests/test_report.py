@@ -1,4 +1,4 @@
-"""The report says what is held and sent: as planned, and as it comes to be."""
+"""The report agrees with the bytes that ranks hold and send."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Pipeline:
     def begin(self) -> None:
         """Bring parameters, masters and options up to date."""
         self.gather.wait()
-        self.params.refresh_masters()
+        self.params.shard.refresh()
         self.local.push_options()
 
     def update(
@@ -115,7 +115,7 @@ class Pipeline:
 
     def end(self) -> None:
         """Free what only the step needed, and show the options that the optimizer has changed."""
-        self.params.release()
+        self.params.shard.release()
         self.local.publish_options()
 
     def send(
@@ -155,4 +155,4 @@ class Pipeline:
         """Remove all hooks, and give these parameters storage of their own."""
         self.gather.detach()
         self.gradients.detach()
-        self.params.detach(params)
+        self.params.storage.detach(params)

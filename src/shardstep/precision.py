@@ -84,19 +84,10 @@ UNCHANGED = MixedPrecision(master_dtype=None)
 def resolve(
     given: MixedPrecision | None, sends_gradients: bool, has_module: bool
 ) -> MixedPrecision:
-    """Return the policy in force.
+    """Return the policy in force. Raise if this optimizer cannot follow the given one.
 
     Without a given policy, an optimizer with `module=` keeps masters, because it replaces DDP as a
     whole. A drop-in does what the replaced optimizer does.
-
-    Args:
-        given: the user's policy, or None.
-        sends_gradients: True if this optimizer may reduce gradients itself.
-        has_module: True if the user passed `module=`.
-
-    Raises:
-        TypeError: if `given` is not a policy.
-        ValueError: if it sets `reduce_dtype` but this optimizer does not send gradients.
     """
     if given is None:
         return MixedPrecision() if has_module else UNCHANGED
@@ -104,8 +95,8 @@ def resolve(
         raise TypeError(f"precision has to be a MixedPrecision, not a {type(given).__name__}")
     if given.reduce_dtype is not None and not sends_gradients:
         raise ValueError(
-            f"reduce_dtype={given.reduce_dtype} has no effect here: without module= gradients are "
-            "reduced by somebody else, such as DDP, whose communication hooks say in which dtype"
+            f"reduce_dtype={given.reduce_dtype} has no effect here: without module= this optimizer "
+            "does not reduce gradients; set the dtype where they are reduced, as by a DDP hook"
         )
     return given
 
@@ -121,11 +112,8 @@ def widened(specs: Sequence[ParamSpec], policy: MixedPrecision) -> set[int]:
 
 def warn_of_16_bits(specs: Sequence[ParamSpec], optimizer: str) -> bool:
     """Warn if any of these parameters trains in 16 bits. Return True if it warned."""
-    narrow = [
-        spec
-        for spec in specs
-        if spec.trainable and spec.dtype.is_floating_point and spec.dtype.itemsize < 4
-    ]
+    trained = [spec for spec in specs if spec.trainable and spec.dtype.is_floating_point]
+    narrow = [spec for spec in trained if spec.dtype.itemsize < 4]
     if not narrow:
         return False
     dtype = str(narrow[0].dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Checkpoints in one process: cut anew, taken to other programs' formats and back, and checked."""
+"""One process reshards and verifies checkpoints, atomically and in little memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -116,35 +115,20 @@ def test_resharding_writes_the_files_that_those_ranks_would_have_written(
     assert len(weights) == ranks
 
 
-@contextmanager
-def noting_files() -> Iterator[list[str]]:
-    """Which files with tensors are opened meanwhile."""
-    opened: list[str] = []
-    original = safetensors.File.__init__
-
-    def noting(self: safetensors.File, path: Path) -> None:
-        opened.append(path.name)
-        original(self, path)
-
-    with mock.patch.object(safetensors.File, "__init__", noting):
-        yield opened
-
-
-def read_resharded(paths: list[tuple[str, str, Path]]) -> list[str]:
-    failures = []
+def read_resharded(paths: list[tuple[str, str, Path]]) -> None:
+    opening = safetensors.File.__init__
     for case, layout, path in paths:
         net, opt = sharded(case, layout)
-        with noting_files() as opened:
+        with mock.patch.object(
+            safetensors.File, "__init__", autospec=True, side_effect=opening
+        ) as opened:
             ckpt.load(path, opt, net)
-        number = f"-{opt.rank + 1:05}-of-{opt.world_size:05}"
-        mine = {f"{kind}{number}.safetensors" for kind in ("model", "optimizer")}
-        if set(opened) != mine | {"extra.safetensors"}:
-            failures.append(f"rank {opt.rank} read {opened}")
+        number = f"-{opt.rank + 1:05}-of-{opt.world_size:05}.safetensors"
+        mine = {f"model{number}", f"optimizer{number}", "extra.safetensors"}
+        assert {call.args[1].name for call in opened.call_args_list} == mine
         take_steps(net, opt, AFTER)
         expected, _ = plain(case, range(BEFORE.start, AFTER.stop))
-        if not same_weights(expected, net):
-            failures.append(f"{path}: goes on differently")
-    return failures
+        assert same_weights(expected, net), path
 
 
 def test_ranks_that_it_was_cut_for_read_one_file_each_and_go_on(
@@ -156,8 +140,7 @@ def test_ranks_that_it_was_cut_for_read_one_file_each_and_go_on(
         paths.append((case, layout, ckpt.reshard(original, tmp_path / case, 2)))
         if layout == "whole" and case == "SGD":  # cut as its class is by default
             paths[-1] = (case, "sliced", paths[-1][2])
-    for failures in run_ranks(read_resharded, 2, paths):
-        assert not failures
+    run_ranks(read_resharded, 2, paths)
 
 
 def test_weights_are_one_file_for_one_rank_and_have_an_index_for_several(
@@ -297,7 +280,7 @@ def test_chunks_that_overlap_and_leave_a_gap_are_refused(tmp_path: Path) -> None
         (_, _, first, size), (_, _, second, same) = stored["chunks"]
         assert (first, second) == ([0, 0], [64, 0])
         assert size == same
-        # As many elements as before and every chunk in its file, but nobody has the second half.
+        # As many elements as before and every chunk in its file, but the second half is missing.
         second[0] = 0
 
     edit_contents(path, twice)

@@ -34,7 +34,7 @@ def succeeds(*args: object) -> str:
 
 
 def fails(*args: object) -> str:
-    """What is said on stderr: one line, and nothing on stdout."""
+    """Return the one line on stderr; nothing is on stdout."""
     result = shardstep(*args)
     assert result.exit_code == 1, result.output
     assert isinstance(result.exception, SystemExit), "a traceback"

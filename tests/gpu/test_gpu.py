@@ -228,7 +228,7 @@ def _with_masters(dtype: torch.dtype, fused: bool, layout: str, with_module: boo
         ("gloo", 2, "sliced", False),
     ],
 )
-def test_masters_have_the_numbers_of_masters_that_nobody_shards(
+def test_masters_have_the_numbers_of_unsharded_masters(
     dtype: torch.dtype, fused: bool, backend: str, world_size: int, layout: str, with_module: bool
 ) -> None:
     run_ranks(_with_masters, world_size, dtype, fused, layout, with_module, backend=backend)

@@ -132,11 +132,7 @@ class FromSomeSize(Simple):
     """
 
     def __init__(
-        self,
-        params: Any,
-        min_size: float = 1e9,
-        block_size: float = 1e9,
-        rows: int | None = None,
+        self, params: Any, min_size: float = 1e9, block_size: float = 1e9, rows: int | None = None
     ) -> None:
         super().__init__(params, min_size=min_size, block_size=block_size)
         self.rows = rows or 10**9
@@ -204,7 +200,7 @@ class HandsOn(Optimizer):
 
 def test_an_optimizer_that_keeps_its_state_elsewhere_is_refused() -> None:
     param = torch.nn.Parameter(torch.ones(3))
-    message = "HandsOn does not keep state and groups as a torch"
+    message = "HandsOn does not keep state and param_groups as a torch"
     with pytest.raises(ValueError, match=message):
         chosen("auto", HandsOn)
     with pytest.raises(ValueError, match=message):  # nor on one rank, where nothing is probed

@@ -236,12 +236,7 @@ def _unbroken(library: str, device: str) -> list[torch.Tensor]:
     ],
 )
 def test_training_goes_on_at_another_world_size(
-    library: str,
-    how: str,
-    save_on: str,
-    load_on: str,
-    world_sizes: tuple[int, int],
-    tmp_path: Path,
+    library: str, how: str, save_on: str, load_on: str, world_sizes: tuple[int, int], tmp_path: Path
 ) -> None:
     first, then = world_sizes
     folder = tmp_path / "saved"

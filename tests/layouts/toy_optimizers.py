@@ -395,8 +395,7 @@ def divide_late(self: Simple) -> None:
 
 
 GroupDecides = toy(
-    "GroupDecides",
-    direction=lambda self, p, g, group: g / g.norm() if group["normalise"] else g,
+    "GroupDecides", direction=lambda self, p, g, group: g / g.norm() if group["normalise"] else g
 )
 OnlyMatrices = by_direction("OnlyMatrices", only_matrices)
 

@@ -225,7 +225,7 @@ BAD: Bad = {
     "parameters that share memory": (
         lambda: {"params": sharing()},
         ValueError,
-        "'param 1' and 'param 2' share memory.*storage of their own",
+        "'param 1' and 'param 2' share memory.*give each its own storage",
     ),
     "a parameter with gaps": (
         lambda: {"params": [p(3), torch.nn.Parameter(torch.ones(10)[::2])]},

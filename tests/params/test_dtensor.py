@@ -32,10 +32,7 @@ from dtensors import (
 from problems import Case, difference, differing
 from ranks import raises_on_every_rank, run_ranks
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import (
-    DTensor,
-    Shard,
-)
+from torch.distributed.tensor import DTensor, Shard
 
 from shardstep import MixedPrecision
 

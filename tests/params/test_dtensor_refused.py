@@ -9,24 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dtensors import (
-    CASES,
-    MESHES,
-    made_params,
-    make_mesh,
-    make_model,
-    placed_as,
-    sharded,
-)
+from dtensors import CASES, MESHES, made_params, make_mesh, make_model, placed_as, sharded
 from ranks import raises_on_every_rank, run_ranks
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-)
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 

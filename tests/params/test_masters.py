@@ -25,9 +25,7 @@ from sixteen_bits import (
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.join import Join
 
-from shardstep import (
-    ZeroRedundancyOptimizer,
-)
+from shardstep import ZeroRedundancyOptimizer
 
 
 def _zero_written() -> list[int]:

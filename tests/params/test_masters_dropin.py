@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import (
-    LAYOUTS,
-    Case,
-    differing,
-    make_groups,
-    make_params,
-    train,
-)
+from problems import LAYOUTS, Case, differing, make_groups, make_params, train
 from ranks import run_ranks
 from reference.naive_masters import NaiveMasters
 from torch import Tensor, nn, optim

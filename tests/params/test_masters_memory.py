@@ -10,19 +10,10 @@ import torch
 from models import MLP
 from problems import LAYOUTS
 from ranks import run_ranks
-from sixteen_bits import (
-    AT_RANDOM,
-    MASTERS,
-    give_gradients,
-    loss_of,
-    train_on,
-    zero_of,
-)
+from sixteen_bits import AT_RANDOM, MASTERS, give_gradients, loss_of, train_on, zero_of
 from torch import Tensor
 
-from shardstep import (
-    MixedPrecision,
-)
+from shardstep import MixedPrecision
 from shardstep.gradients.lanes import POOL
 from shardstep.gradients.sharded_grad import ShardedGrad
 

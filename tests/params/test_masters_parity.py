@@ -16,11 +16,7 @@ import torch.distributed as dist
 from ddp_ways import WAYS, in_ddp, overlapping
 from doubles import AnyOrder, LateArrival, behind_the_door
 from models import MLP, MixedDtypes, Problem, make_gpt, noise
-from problems import (
-    LAYOUTS,
-    copies,
-    differing,
-)
+from problems import LAYOUTS, copies, differing
 from ranks import run_ranks
 from reference.naive_masters import NaiveMasters
 from torch import Tensor, nn, optim

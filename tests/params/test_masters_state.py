@@ -23,10 +23,7 @@ from sixteen_bits import (
 )
 from torch import Tensor, optim
 
-from shardstep import (
-    MixedPrecision,
-    ZeroRedundancyOptimizer,
-)
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 
 
 def _save(layout: str, with_module: bool) -> Any:

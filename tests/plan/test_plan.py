@@ -19,13 +19,7 @@ from hypothesis import strategies as st
 from plans import bucket_sizes, layouts, plans, spec_lists, world_sizes
 from shapes import gpt2_124m, llama3_8b
 
-from shardstep.plan import (
-    ALIGNMENT,
-    ParamSpec,
-    ShardPlan,
-    Slot,
-    share,
-)
+from shardstep.plan import ALIGNMENT, ParamSpec, ShardPlan, Slot, share
 from shardstep.plan.placement import MIN_SEGMENT_UNITS
 
 UNIT = 64  # the documented alignment; not imported, so that changing it is noticed here

@@ -1,7 +1,6 @@
 """The only door to collectives.
 
-All other packages talk to a `Comm`. It moves raw bytes, so every dtype travels the same way, and
-it counts what this rank sends. `SoloComm` serves one rank, `GroupComm` a process group.
+A `Comm` moves raw bytes, so every dtype travels the same way, and counts what this rank sends.
 """
 
 from shardstep.comm.api import Comm, Ledger, SoloComm, all_gather_json

@@ -31,15 +31,9 @@ class Ledger:
 class Comm(Protocol):
     """Communication among the ranks of one group.
 
-    Every rank of the group calls the same methods in the same order. `send` and `receive` are the
-    exception: only the two ranks concerned call them. A launched operation needs no further help
-    from its rank: the other ranks can finish theirs before this one waits.
-
-    Attributes:
-        group: the process group, if there is one.
-        group_rank: this rank within the group.
-        world_size: number of ranks in the group.
-        ledger: what this rank has sent so far.
+    Every rank of the group calls the same methods in the same order, except for `send` and
+    `receive`. A launched operation needs no further help from its rank: the other ranks can finish
+    theirs before this one waits.
     """
 
     group: dist.ProcessGroup | None
@@ -62,10 +56,7 @@ class Comm(Protocol):
         """
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return the payload of every rank, in rank order.
-
-        Called on every rank; the payloads may differ in length.
-        """
+        """Return the payload of every rank, of any length, in rank order. Called on every rank."""
 
     def send(self, data: torch.Tensor, target: int) -> None:
         """Send flat bytes to group rank `target`, which calls `receive`."""
@@ -74,22 +65,11 @@ class Comm(Protocol):
         """Receive flat bytes from group rank `source`, which calls `send`."""
 
     def new_connection(self, backend: str | None = None) -> Comm:
-        """Connect the same ranks again, so that traffic here and there does not queue.
-
-        Called on every rank.
-
-        Args:
-            backend: the backend of the new connection; the same as here if None.
-        """
+        """Connect the same ranks once more, with separate queues. Called on every rank."""
 
 
 def all_gather_json(comm: Comm, value: Any) -> list[Any]:
-    """Return the `value` of every rank, in rank order. Called on every rank.
-
-    Args:
-        comm: the ranks.
-        value: anything that JSON can hold.
-    """
+    """Return the `value` of every rank, which JSON can hold. Called on every rank."""
     return [json.loads(text) for text in comm.all_gather_bytes(json.dumps(value).encode())]
 
 
@@ -97,11 +77,7 @@ NOTHING_TO_DO = Launched("nothing", ())
 
 
 class SoloComm(Comm):
-    """A single rank, which already has everything.
-
-    Args:
-        group: the process group of one rank, if there is one.
-    """
+    """A single rank, which already has everything."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group

@@ -23,11 +23,7 @@ On other backends each segment is a broadcast or a reduction of its own, in rank
 
 
 class Collectives:
-    """The collectives of one group.
-
-    Args:
-        group: the process group.
-    """
+    """The collectives of one group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -80,7 +76,7 @@ def _even(segments: Sequence[torch.Tensor]) -> bool:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend that serves `device` in `group`; None if there is none."""
+    """Return the backend for `device` in `group`, or None."""
     try:
         return group._get_backend(device)
     except RuntimeError:
@@ -88,6 +84,6 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return the name of the backend that serves `device` in `group`, if there is one."""
+    """Return the name of the backend for `device` in `group`, or None."""
     backend = backend_of(group, device)
     return None if backend is None else str(backend.name()).lower()

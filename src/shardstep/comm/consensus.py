@@ -1,8 +1,7 @@
 """Checks that every rank is about to do the same thing, before any rank waits for another.
 
 A rank with other parameters than its peers would issue other collectives, and all would hang. So
-each rank first describes in a few lines what it has. The descriptions are compared on every rank,
-and every rank raises if they differ or if any rank failed.
+every rank raises if the ranks' descriptions of what they have differ, or if any rank failed.
 """
 
 from __future__ import annotations
@@ -21,18 +20,9 @@ J = TypeVar("J")
 def check_same_on_all_ranks(
     comm: Comm, what: str, make: Callable[[], tuple[T, Sequence[str]]]
 ) -> T:
-    """Make something on every rank, and raise on every rank if it differs.
+    """Return the thing that `make` returns with its description, line by line.
 
-    Called on every rank.
-
-    Args:
-        comm: the ranks that have to agree.
-        what: the name of the operation, for the error message.
-        make: returns the thing and its description, line by line. Its error is raised on this rank,
-            and reported as a `RuntimeError` on the others.
-
-    Returns:
-        The thing that `make` returned on this rank.
+    Called on every rank. Every rank raises if the descriptions differ, or if any `make` fails.
     """
     made: list[T] = []
     lines: list[str] = []
@@ -51,18 +41,9 @@ def check_same_on_all_ranks(
 
 
 def run_on_all_ranks(comm: Comm, what: str, act: Callable[[], J]) -> list[J]:
-    """Run `act` on every rank, and raise on every rank if any of them failed.
+    """Return the results of `act`, which JSON can hold, of all ranks. Called on every rank.
 
-    Called on every rank.
-
-    Args:
-        comm: the ranks.
-        what: the name of the operation, for the error message.
-        act: returns something that JSON can hold. Its error is raised on this rank, and reported as
-            a `RuntimeError` on the others.
-
-    Returns:
-        The results of all ranks, in rank order.
+    The error of an `act` is raised on its rank, and reported as a `RuntimeError` on the others.
     """
     error: Exception | None = None
     try:
@@ -73,9 +54,8 @@ def run_on_all_ranks(comm: Comm, what: str, act: Callable[[], J]) -> list[J]:
     try:
         answers = all_gather_json(comm, mine)
     except RuntimeError as lost:
-        raise RuntimeError(f"{lost} (note: {what} has to be done on every rank)") from (
-            error or lost
-        )
+        cause = error or lost
+        raise RuntimeError(f"{lost} (note: {what} has to be done on every rank)") from cause
     if error is not None:
         raise error
     for group_rank, (succeeded, message) in enumerate(answers):

@@ -1,17 +1,14 @@
 """All-gather and reduce-scatter over Gloo, as messages straight between the ranks.
 
-Gloo's own reduce-scatter sends as much as an all-reduce. Here each rank receives the contributions
-to its segment and adds them in rank order, so the sum is the same from run to run. All messages of
-an operation are in flight at once.
+Gloo's own reduce-scatter sends as much as an all-reduce. Here each rank adds the contributions to
+its segment in rank order, so the sum is the same from run to run.
 
 Note [A connection for each direction]
 
-Two ranks of one Gloo group share one socket for both directions. That costs twice. First, Gloo
-sends a message only after the receiver has announced that it is ready. The announcement queues
-behind the data in the same socket, so the other direction stands still. Second, the thread that
-calls `isend` writes under the connection's lock. Gloo's own thread, with data to read from the same
-connection, spins on that lock and takes a core's time from the computation. So `new_connection`
-makes two groups. Messages to higher ranks travel in one, messages to lower ranks in the other.
+Two ranks of one Gloo group share one socket for both directions. That costs twice. First, the
+receiver's announcement that it is ready queues behind its own data. Second, `isend` writes under
+the connection's lock, on which Gloo's thread spins when it has data to read. So `new_connection`
+makes two groups: one for messages to higher ranks, one for messages to lower ranks.
 """
 
 from __future__ import annotations
@@ -30,12 +27,7 @@ TAGS = range(1 << 30, 1 << 31)
 
 
 class Exchange:
-    """Messages between the ranks of a group.
-
-    Args:
-        upwards: the group for messages to higher ranks.
-        downwards: the group of the same ranks for messages to lower ranks.
-    """
+    """Messages to higher ranks in one group, and to lower ranks in another of the same ranks."""
 
     def __init__(self, upwards: dist.ProcessGroup, downwards: dist.ProcessGroup) -> None:
         self._upwards = upwards
@@ -61,48 +53,37 @@ class Exchange:
     def _launch(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
     ) -> list[Any]:
-        """Send `outgoing[r]` to rank r and receive `incoming[r]` from it, all in flight at once."""
+        """Send `outgoing[r]` to rank r and receive `incoming[r]` from it, all in flight at once.
+
+        See Note [A connection for each direction].
+        """
         rank, size = self._rank, self._size
         tag = TAGS[self._launched % len(TAGS)]
         self._launched += 1
         # Each rank starts with another peer, so that no rank is the first of all others.
         sources = [(rank - distance) % size for distance in range(1, size)]
         targets = [(rank + distance) % size for distance in range(1, size)]
-        received = [
-            dist.irecv(
-                incoming[peer].view(torch.uint8),
-                group=self._direction(peer, rank),
-                group_src=peer,
-                tag=tag,
-            )
-            for peer in sources
-            if incoming[peer].numel()
-        ]
-        sent = [
-            dist.isend(
-                outgoing[peer].view(torch.uint8),
-                group=self._direction(rank, peer),
-                group_dst=peer,
-                tag=tag,
-            )
-            for peer in targets
-            if outgoing[peer].numel()
-        ]
-        return received + sent
-
-    def _direction(self, source: int, target: int) -> dist.ProcessGroup:
-        """See Note [A connection for each direction]."""
-        return self._upwards if source < target else self._downwards
+        works: list[Any] = []
+        for peer in sources:
+            if incoming[peer].numel():
+                data = incoming[peer].view(torch.uint8)
+                group = self._upwards if peer < rank else self._downwards
+                works.append(dist.irecv(data, group=group, group_src=peer, tag=tag))
+        for peer in targets:
+            if outgoing[peer].numel():
+                data = outgoing[peer].view(torch.uint8)
+                group = self._upwards if rank < peer else self._downwards
+                works.append(dist.isend(data, group=group, group_dst=peer, tag=tag))
+        return works
 
 
 def _add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Add `parts` in their order, in the wider dtype of theirs and `out`'s."""
-    if out.dtype == parts[0].dtype:
-        torch.add(parts[0], parts[1], out=out)
-        rest, total = parts[2:], out
-    else:
-        total = out.copy_(parts[0]) if out.itemsize > parts[0].itemsize else parts[0]
-        rest = parts[1:]
+    total, *rest = parts
+    if out.dtype == total.dtype:
+        total = torch.add(total, rest.pop(0), out=out)
+    elif out.itemsize > total.itemsize:
+        total = out.copy_(total)
     for part in rest:
         total.add_(part)
     if total is not out:

@@ -1,8 +1,7 @@
 """Communication within a process group.
 
-Gloo moves segments as messages between ranks (`gloo.py`), all other backends by their own
-collectives (`collectives.py`). A buffer on a device that the backend cannot reach is staged through
-one that it can.
+Segments travel as messages over Gloo (`gloo.py`), by collectives over other backends
+(`collectives.py`). A buffer on a device that the backend cannot reach is staged through another.
 """
 
 from __future__ import annotations
@@ -31,13 +30,9 @@ CPU = torch.device("cpu")
 
 
 class GroupComm(Comm):
-    """Communication within a process group.
+    """Communication within a process group, for a rank that works on these accelerators.
 
-    Args:
-        group: the process group; this rank has to be a member of it.
-        devices: the accelerators that this rank works on. CPU tensors are staged through the first
-            of them; through the current one if there are none.
-        downwards: a group of the same ranks for messages to lower ranks; `group` itself if None.
+    `downwards` is a group of the same ranks for messages to lower ranks.
     """
 
     def __init__(
@@ -125,9 +120,9 @@ class GroupComm(Comm):
                 options["sort_ranks"] = False  # torch 2.12 and later
         wire_device = self._wire_device(self._devices[0] if self._devices else CPU)
         exchanges = backend is None and self._exchanges(wire_device)
-        # Where torch needs a device and has no tensor, an unbound group takes the current device.
-        # All ranks of a program that never sets it have the same one. But a bound group takes no
-        # tensors of other devices. If the default group is bound, torch binds this one too.
+        # Without a tensor at hand, an unbound group uses the current device, which may be the same
+        # on all ranks. A bound group takes no tensors of other devices. If the default group is
+        # bound, torch binds this one too.
         unbound = getattr(dist.group.WORLD, "bound_device_id", None) is None
         binds = backend is None and not exchanges and unbound and len(self._devices) == 1
         group = dist.new_group(
@@ -150,8 +145,7 @@ class GroupComm(Comm):
     def _meeting_device(self) -> torch.device:
         """Return the kind of device on which any two ranks can meet, wherever their data are.
 
-        A group may have one backend for the CPU and another for the accelerator. If each side chose
-        by its own tensor, one could send on the first and the other wait on the second.
+        If each side chose by its own tensor, they could meet in different backends of the group.
         """
         return self._wire_device(CPU)
 
@@ -172,8 +166,7 @@ class GroupComm(Comm):
     def _check_group_counts(self) -> None:
         """Raise on every rank if the ranks belong to different numbers of groups.
 
-        torch names a new group of some ranks by that number. Ranks that count differently would
-        wait for each other under different names.
+        torch names a new group by that number, so the ranks would wait under different names.
         """
         counts = all_gather_json(self, len(dist.distributed_c10d._world.pg_names))
         if len(set(counts)) > 1:
@@ -199,14 +192,8 @@ def _to_bytes(data: torch.Tensor) -> bytes:
 def connect(process_group: dist.ProcessGroup | None, near: Sequence[torch.Tensor] = ()) -> Comm:
     """Return the communication for `process_group`, the default group, or a single rank.
 
-    Args:
-        process_group: the process group; None for the default group, if there is one.
-        near: tensors on the devices that this rank works on. The current device is no substitute:
-            it is the same on all ranks of a program that never sets it.
-
-    Raises:
-        TypeError: if `process_group` is not a process group.
-        ValueError: if this rank is not a member of it.
+    `near` are tensors on the devices that this rank works on. The current device is no substitute:
+    it is the same on all ranks of a program that never sets it.
     """
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):

@@ -33,13 +33,7 @@ def naming(operation: str) -> Iterator[None]:
 
 
 class Launched(Work):
-    """The backend works of one operation, and the rest of it.
-
-    Args:
-        operation: its name, for errors.
-        works: what the backend returned.
-        finish: called in order after the works are complete, once.
-    """
+    """The backend works of one operation, and calls that finish it, made once and in order."""
 
     def __init__(self, operation: str, works: Sequence[Any], finish: Sequence[Finish] = ()) -> None:
         self._operation = operation

@@ -48,14 +48,7 @@ class Choice:
 
 
 class Layouts:
-    """The layouts of an optimizer's parameter groups.
-
-    Args:
-        layout: the user's argument, `"auto"` included.
-        recipe: the class of the groups that name none, and its options.
-        world_size: number of ranks.
-        precision: the policy in force, which decides the dtypes that the class steps on.
-    """
+    """The layouts of an optimizer's parameter groups; `recipe` is for groups that name no class."""
 
     def __init__(
         self, layout: str, recipe: OptimizerRecipe, world_size: int, precision: MixedPrecision
@@ -69,11 +62,7 @@ class Layouts:
         self.choices: list[Choice] = []
 
     def apply(self, groups: Groups, specs: Sequence[ParamSpec]) -> list[ParamSpec]:
-        """Return the parameters with their layouts and costs.
-
-        Raises:
-            ValueError: if a class cannot be sharded in the layout that the user asked for.
-        """
+        """Return the parameters with their layouts and costs. Raise if a class has no layout."""
         for group in groups[len(self._recipes) :]:
             # Read once: constructing the optimizer adds options to the groups.
             self._recipes.append(self._recipe(group))
@@ -117,21 +106,16 @@ class Layouts:
         ]
 
     def explain(self, groups: Groups) -> list[str]:
-        """Return one line per group, for the user.
-
-        A single rank probes its classes now, to name the layout on several ranks.
-        """
+        """Return one line per group, for the user. A single rank probes its classes now."""
         lines = []
         for number, (recipe, choice) in enumerate(zip(self._recipes, self.choices, strict=True)):
-            line = f"group {number}: {choice}"
+            lines.append(f"group {number}: {choice}")
             if self._world_size == 1:
                 try:
-                    line += (
-                        f"; on several ranks {self._choose(recipe, groups[number]['params'], 2)}"
-                    )
+                    several = str(self._choose(recipe, groups[number]["params"], 2))
                 except Exception as error:
-                    line += f"; on several ranks an error: {error}"
-            lines.append(line)
+                    several = f"an error: {error}"
+                lines[-1] += f"; on several ranks {several}"
         return lines
 
     def _choose(
@@ -150,10 +134,9 @@ class Layouts:
     def _cost(self, group: int, shape: tuple[int, ...]) -> int:
         if self.choices[group].layout == "sliced" or self._world_size == 1:
             return 0
-        key = (group, shape)
-        if key not in self._costs:
-            self._costs[key] = step_cost(self._recipes[group], shape)
-        return self._costs[key]
+        if (group, shape) not in self._costs:
+            self._costs[group, shape] = step_cost(self._recipes[group], shape)
+        return self._costs[group, shape]
 
 
 def choose(
@@ -163,13 +146,10 @@ def choose(
     world_size: int,
     precision: MixedPrecision = UNCHANGED,
 ) -> Choice:
-    """Choose the layout for the parameters of one group.
+    """Choose the layout for the parameters of one group. A class on one rank is not probed.
 
-    One rank holds everything: any class is right in any layout, and none is probed.
-
-    Raises:
-        ValueError: if there is no such layout, or sharding would, or might, change the numbers.
-        Exception: the class cannot be constructed with these options.
+    Raise `ValueError` if sharding would, or might, change the numbers. An error of the class's
+    constructor is raised as it is.
     """
     if layout not in ("auto", "sliced", "whole"):
         raise ValueError(f"layout must be 'auto', 'sliced' or 'whole', not {layout!r}")
@@ -201,10 +181,8 @@ def _probe_group(
     """Return the strictest verdict for the dtypes. Raise if these do not go together."""
     trained = {precision.step_dtype(param.dtype) for param in params if param.requires_grad}
     dtypes = tuple(sorted(trained or {torch.float32}, key=str))
-    devices = (
-        torch.device("cpu"),
-        *sorted({param.device for param in params if param.is_cuda}, key=str),
-    )
+    accelerators = sorted({param.device for param in params if param.is_cuda}, key=str)
+    devices = (torch.device("cpu"), *accelerators)
     sizes = recipe.sizes(max((param.numel() for param in params), default=0))
     verdicts: list[Verdict] = [_cached(probe, recipe, dtype, devices, sizes) for dtype in dtypes]
     strictness = (Kind.UNTRIED, Kind.COUPLED, Kind.PER_TENSOR, Kind.ELEMENT_WISE)

@@ -48,11 +48,11 @@ class Comparison:
     """The outcome of one comparison, unless tensors are coupled.
 
     Attributes:
-        sliced: how slices differ from tensors together.
-        moved: whether any parameter changed.
-        slow: whether a step makes many calls. Calls are counted since ranks must agree.
-        global_state: whether the class keeps state that belongs to no parameter.
-        failure: why the class did not run with all tensors together.
+        sliced: the difference between slices and tensors together.
+        moved: True if any parameter changed.
+        slow: True if a step makes many calls. Times would differ between ranks.
+        global_state: True if the class keeps state that belongs to no parameter.
+        failure: the error of a step with all tensors together.
     """
 
     sliced: Difference | None = None
@@ -67,16 +67,9 @@ class DrawsRandomNumbers(Exception):
 
 
 def compare(trial: Trial, stage: Stage, sliced: Difference | None = None) -> Comparison:
-    """Run a class on tensors together, apart and in slices.
+    """Run a class on tensors together, apart and in slices, unless their difference is known.
 
-    Args:
-        trial: the way to run it.
-        stage: the tensors.
-        sliced: how slices differ, if that is known. They are left out then.
-
-    Raises:
-        Coupled: if tensors apart differ from tensors together.
-        DrawsRandomNumbers: if the class does, unless these are constants.
+    Raise `Coupled` if tensors apart differ from tensors together.
     """
     found = Comparison(sliced=sliced)
     try:
@@ -116,10 +109,7 @@ def _compare(trial: Trial, stage: Stage, found: Comparison) -> None:
 
 
 class _Shared:
-    """Optimizers, each on the parts in one of `held`, that share the work of one `together`.
-
-    They stop at the first difference.
-    """
+    """Optimizers that share the work of one, each on one of `held`, up to the first difference."""
 
     def __init__(
         self, together: Run, trial: Trial, stage: Stage, held: Sequence[Sequence[Part]]
@@ -132,7 +122,7 @@ class _Shared:
         self.difference: Difference | None = None
 
     def advance(self, step: int, gradients: Gradients) -> None:
-        """Take the step that the one has just taken, and compare parameters."""
+        """Take the step that `together` has just taken, and compare parameters."""
         if self.difference is not None:
             return
         try:
@@ -152,7 +142,7 @@ class _Shared:
             self.difference = Difference(Cause.RAISED, f"{type(error).__name__}: {error}")
 
     def compare_rest(self, cut_state: bool) -> None:
-        """Compare state, which may have to be cut like its tensor, and options."""
+        """Compare state, which is cut like its tensor if `cut_state`, and options."""
         if self.difference is None:
             self.difference = self._differing_state(cut_state) or self._differing_options()
 
@@ -200,10 +190,7 @@ class _CallCounter(TorchFunctionMode):
 
 
 def cut(shapes: Sequence[tuple[int, ...]]) -> list[list[Part]]:
-    """Cut each tensor in two, and give the second half of one and the first of the next to a rank.
-
-    The first and the last rank hold a slice of one tensor only. Small tensors are not cut.
-    """
+    """Cut each tensor but small ones in two. A rank holds the second half of one and the next."""
     held: list[list[Part]] = [[]]
     for number, shape in enumerate(shapes):
         numel = torch.Size(shape).numel()
@@ -225,8 +212,8 @@ def incompatible_dtypes(
 ) -> tuple[torch.dtype, torch.dtype] | None:
     """Return two dtypes that tensors of one group must not have together, or None.
 
-    torch's Adafactor derives its epsilon from the first tensor of a group, for example. Ranks that
-    shard the group have different first tensors.
+    torch's Adafactor, for example, derives its epsilon from the first tensor of a group, which
+    depends on the rank.
     """
     for pair in permutations(dtypes, 2):
         for trial in trials(recipe, pair, devices):

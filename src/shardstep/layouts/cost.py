@@ -1,9 +1,8 @@
 """The cost of a step on one parameter, by which whole tensors are dealt to ranks.
 
-A class may declare it: `shardstep_cost(shape)` returns a number of operations. For other classes,
-the operations of matrix products are counted in a step on the meta device, without data. These are
-nearly all of the work of classes that have any. The cost of torch's Muon is known, since the first
-count in a process takes a second or two.
+A class may declare it: `shardstep_cost(shape)` returns a number of operations. For others, those of
+matrix products are counted in a step on the meta device. The cost of torch's Muon is known, since
+the first count in a process takes a second or two.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _META = torch.device("meta")
 def step_cost(recipe: OptimizerRecipe, shape: tuple[int, ...]) -> int:
     """Return the operations of a step on a parameter of this shape; 0 if unknown.
 
-    The cost is the same in every process, and counting has no side effects.
+    The result is the same in every process, and counting has no side effects.
     """
     declared = getattr(unwrap_partial(recipe.optimizer_class), "shardstep_cost", None)
     if declared is not None:
@@ -39,12 +38,8 @@ def step_cost(recipe: OptimizerRecipe, shape: tuple[int, ...]) -> int:
 
 
 def newton_schulz(shape: tuple[int, ...], steps: int) -> int:
-    """Return the operations of `steps` Newton-Schulz iterations on a matrix.
-
-    With m rows and n columns, m <= n: the product with its transpose, the square of that, and the
-    product of both with the matrix.
-    """
-    m, n = sorted(shape)
+    """Return the operations of `steps` Newton-Schulz iterations on a matrix."""
+    m, n = sorted(shape)  # A = X Xᵀ, A², and the product of both with X
     return int(steps) * (4 * m * m * n + 2 * m**3)
 
 

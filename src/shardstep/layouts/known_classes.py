@@ -14,43 +14,19 @@ from shardstep.local.sandbox import sandbox
 from shardstep.params.inputs import unwrap_partial
 from shardstep.plan import Layout
 
-ELEMENT_WISE: frozenset[Any] = frozenset(
-    {
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.ASGD,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-    }
-)
+_NAMES = "SGD Adam AdamW Adamax NAdam RAdam Adadelta Adagrad ASGD RMSprop Rprop"
+ELEMENT_WISE: frozenset[Any] = frozenset(getattr(torch.optim, name) for name in _NAMES.split())
 """Classes known to be element-wise. A test compares this with the probe."""
 
 
 def is_element_wise(optimizer_class: Any) -> bool:
-    """Return whether a class is known to be element-wise.
-
-    A function that makes such a class may also add hooks, so it is not known.
-    """
+    """Return True for classes known to be element-wise. Functions that make them may add hooks."""
     plain = unwrap_partial(optimizer_class)
     return isinstance(plain, type) and plain in ELEMENT_WISE
 
 
 def declared_layout(recipe: OptimizerRecipe, construct: bool) -> Layout | None:
-    """Return the `shardstep_layout` that a class declares.
-
-    Args:
-        recipe: the class and its options.
-        construct: whether to find the class that a function makes, by calling it.
-
-    Raises:
-        ValueError: if it is no layout.
-    """
+    """Return the `shardstep_layout` that a class declares; with `construct`, one that is made."""
     plain = unwrap_partial(recipe.optimizer_class)
     declared: Layout | None = getattr(plain, "shardstep_layout", None)
     if declared is None and construct and not isinstance(plain, type):
@@ -66,13 +42,9 @@ def declared_layout(recipe: OptimizerRecipe, construct: bool) -> Layout | None:
 
 
 def refuse_per_parameter_options(optimizer_class: Any) -> None:
-    """Raise if bitsandbytes has options for single parameters of this class.
+    """Raise `ValueError` if bitsandbytes has options for single parameters of this class.
 
-    It looks them up by `id` or by position in the group. A rank steps on views with other ids and
-    positions, so it would apply none of them, or the wrong ones.
-
-    Raises:
-        ValueError: if there are any.
+    It finds them by `id` or position in the group, which differ for the views of a rank.
     """
     plain = unwrap_partial(optimizer_class)
     library: Any = sys.modules.get("bitsandbytes.optim.optimizer")

@@ -9,11 +9,9 @@ ranks would hold them. Parameters, state and group options are compared to the b
 - It draws random numbers: ranks would draw others. Constants in their place show the rest.
 - It does not run on these tensors: it is *untried*.
 
-Two small matrices show most differences in two steps. Then follow two matrices of one shape for
-many steps, tensors of other dimensions with extreme gradients, and large tensors. The largest
-exceed every number among the options that may be a size. Classes may treat those differently. A
-class with slow steps that needs whole tensors takes fewer steps. benchmarks/probe.py measures the
-time: less than 0.1 s for nearly all classes.
+The stages below show most differences early. The largest tensors exceed every number among the
+options that may be a size. benchmarks/probe.py measures the time: less than 0.1 s for nearly all
+classes.
 """
 
 from __future__ import annotations
@@ -74,13 +72,10 @@ class Verdict:
     """The result of a probe.
 
     Attributes:
-        kind: the scope of an update.
         why: the reason, in words that follow the name of the class.
-        difference: the observation behind the reason, if anything differed.
-        random: whether the class draws random numbers.
-        global_state: whether it keeps state that belongs to no parameter.
-        error: the exception of its constructor, if that failed.
-        fill_empty_groups: whether groups that are empty on a rank need a placeholder.
+        global_state: True if the class keeps state that belongs to no parameter.
+        error: the exception of its constructor.
+        fill_empty_groups: True if groups that are empty on a rank need a placeholder.
     """
 
     kind: Kind
@@ -107,15 +102,10 @@ def probe(
     devices: Sequence[torch.device] = (torch.device("cpu"),),
     sizes: Sequence[int] = (),
 ) -> Verdict:
-    """Find out the scope of the updates of an optimizer class.
+    """Find out the scope of an optimizer class's updates, on the first device on which it runs.
 
-    The verdict is the same in every process, and the probe has no side effects.
-
-    Args:
-        recipe: the class and its options.
-        dtype: of the parameters.
-        devices: to run on. Later ones are for classes that do not run on earlier ones.
-        sizes: numbers of elements, rows or columns that may make a difference.
+    `sizes` are numbers of elements, rows or columns that may make a difference. The verdict is the
+    same in every process, and the probe has no side effects.
     """
     recipe = recipe.unwrapped()
     if not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize < 2:
@@ -174,62 +164,49 @@ def _judge(trial: Trial, sizes: Sequence[int]) -> Verdict:
 def _judge_random(trial: Trial, sizes: Sequence[int]) -> Verdict:
     """Judge one trial, with constants if the class draws random numbers."""
     try:
-        return _Examination(trial).run_all(sizes)
+        return _run_stages(trial, sizes)
     except DrawsRandomNumbers:
         with constant_random_numbers():
-            verdict = _Examination(replace(trial, constants=True)).run_all(sizes)
-        return replace(verdict, random=True)
+            return replace(_run_stages(replace(trial, constants=True), sizes), random=True)
 
 
-class _Examination:
-    """The stages of one trial."""
+def _run_stages(trial: Trial, sizes: Sequence[int]) -> Verdict:
+    """Judge one trial by all stages, unless the class fails or draws random numbers."""
+    sliced = Difference(Cause.SPARSE) if trial.sparse else None
+    slow = needs_matrices = False
 
-    def __init__(self, trial: Trial) -> None:
-        self._trial = trial
-        self._sliced = Difference(Cause.SPARSE) if trial.sparse else None
-        self._slow = False
-
-    def run_all(self, sizes: Sequence[int]) -> Verdict:
-        """Run the stages, unless the class fails or draws random numbers."""
-        try:
-            return self._run_all(sizes)
-        except Coupled as coupled:
-            why = _why_coupled(coupled.difference)
-            found = Verdict(Kind.COUPLED, why, coupled.difference)
-            return replace(found, global_state=coupled.global_state)
-
-    def _run_all(self, sizes: Sequence[int]) -> Verdict:
-        needs_matrices = False
-        # A class may refuse small tensors, other dimensions or infinities.
-        small = self._run(SMALL, may_fail=True)
-        self._slow = small.slow and self._sliced is not None
-        matrices = self._run(MATRICES)
-        if not matrices.moved:
-            error = RuntimeError(f"no parameter changed in {MATRICES.steps} steps")
-            raise TrialFailed(error, constructed=True)
-        if not self._trial.sparse:
-            others = self._run(OTHERS, may_fail=True)
-            needs_matrices = others.failure is not None and not others.moved
-            if others.failure is not None and not self._slow:
-                self._run(PLAIN, may_fail=True)
-        for stage in (LARGE, *map(_stage_for_size, sizes)):
-            if self._sliced is None or self._sliced.cause is Cause.SPARSE:
-                # Must not fail: another device may run these, and not element-wise.
-                self._run(stage)
-        if self._sliced is None:
-            kind, why = Kind.ELEMENT_WISE, "updates each element on its own"
-        else:
-            kind, why = Kind.PER_TENSOR, _why_whole(self._sliced, needs_matrices)
-        return Verdict(kind, why, self._sliced, global_state=matrices.global_state)
-
-    def _run(self, stage: Stage, may_fail: bool = False) -> Comparison:
-        found = compare(
-            self._trial, IF_SLOW.get(stage, stage) if self._slow else stage, self._sliced
-        )
-        self._sliced = found.sliced
+    def run(stage: Stage, may_fail: bool = False) -> Comparison:
+        nonlocal sliced
+        found = compare(trial, IF_SLOW.get(stage, stage) if slow else stage, sliced)
+        sliced = found.sliced
         if found.failure is not None and not may_fail:
             raise found.failure
         return found
+
+    try:
+        # A class may refuse small tensors, other dimensions or infinities.
+        slow = run(SMALL, may_fail=True).slow and sliced is not None
+        matrices = run(MATRICES)
+        if not matrices.moved:
+            error = RuntimeError(f"no parameter changed in {MATRICES.steps} steps")
+            raise TrialFailed(error, constructed=True)
+        if not trial.sparse:
+            others = run(OTHERS, may_fail=True)
+            needs_matrices = others.failure is not None and not others.moved
+            if others.failure is not None and not slow:
+                run(PLAIN, may_fail=True)
+        for stage in (LARGE, *map(_stage_for_size, sizes)):
+            if sliced is None or sliced.cause is Cause.SPARSE:
+                # Must not fail: another device may run these, and not element-wise.
+                run(stage)
+    except Coupled as coupled:
+        difference, state = coupled.difference, coupled.global_state
+        return Verdict(Kind.COUPLED, _why_coupled(difference), difference, global_state=state)
+    if sliced is None:
+        kind, why = Kind.ELEMENT_WISE, "updates each element on its own"
+    else:
+        kind, why = Kind.PER_TENSOR, _why_whole(sliced, needs_matrices)
+    return Verdict(kind, why, sliced, global_state=matrices.global_state)
 
 
 def _stage_for_size(size: int) -> Stage:

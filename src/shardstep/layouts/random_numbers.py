@@ -14,11 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class RandomSources:
-    """The random generators of the process: Python's, numpy's and torch's.
-
-    Args:
-        device: the device whose generator is included.
-    """
+    """The random generators of the process: Python's, numpy's and torch's, for one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._numpy: Any = sys.modules.get("numpy")
@@ -38,7 +34,7 @@ class RandomSources:
             self._device_state = self._device.get_rng_state()
 
     def used(self) -> bool:
-        """Return whether numbers were drawn since `seed`. Called once after each."""
+        """Return True if numbers were drawn since `seed`. Called once after each."""
         if self._device and not torch.equal(self._device_state, self._device.get_rng_state()):
             return True
         # An unused generator continues as from its seed. Comparing whole states is slower.

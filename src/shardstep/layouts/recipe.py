@@ -25,13 +25,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerRecipe:
-    """The ingredients of an optimizer, except for its parameters.
-
-    Attributes:
-        optimizer_class: the class, or another callable that makes an optimizer.
-        defaults: options that it is called with.
-        group_options: options of each parameter group.
-    """
+    """A callable that makes an optimizer, its keyword arguments, and options of each group."""
 
     optimizer_class: Callable[..., Optimizer]
     defaults: Options = field(default_factory=dict)
@@ -70,8 +64,7 @@ class OptimizerRecipe:
     def sizes(self, largest: int) -> tuple[int, ...]:
         """Return the numbers up to `largest` among all options that may be sizes.
 
-        A class may treat tensors differently from some number of elements or rows on, or work in
-        blocks. Smaller tensors do not show that.
+        A class may work in blocks, or treat tensors from some size on differently.
         """
         options: dict[str, Any] = {}
         with contextlib.suppress(ValueError, TypeError):  # not written in Python

@@ -1,4 +1,4 @@
-"""Trials of an optimizer class: on which tensors, with which gradients and options it is run."""
+"""Trials of an optimizer class: its tensors, gradients and options, and one run of it."""
 
 from __future__ import annotations
 
@@ -48,11 +48,8 @@ SWITCHES = ("capturable", "fused", "foreach", "differentiable")
 class Stage:
     """The tensors of one comparison.
 
-    Attributes:
-        dealt: whether the tensors are dealt to all groups. If not, the first group has all, since
-            classes may combine the matrices of a group.
-        extreme: whether some gradients are zero, huge or not finite.
-        step_scales: scales of the gradients, repeated.
+    They are `dealt` to all groups, or the first group has all: classes may combine the matrices of
+    a group. `extreme` gradients are zero, huge or not finite in some steps.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -92,14 +89,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One way to run an optimizer class.
+    """One way to run an optimizer class, with `notes` on its peculiarities for the user.
 
-    Attributes:
-        dtypes: of the parameters, repeated.
-        sparse: whether gradients are sparse.
-        closures: when `step` gets a closure.
-        notes: peculiarities of this way, for the user.
-        constants: whether random numbers are replaced by constants.
+    The `dtypes` of parameters repeat. `constants` replace random numbers.
     """
 
     recipe: OptimizerRecipe
@@ -176,16 +168,9 @@ class Coupled(Exception):
 
 
 class Run:
-    """One optimizer on parts of the tensors, step by step.
+    """One optimizer on parts of the tensors, step by step, or `TrialFailed` if the class raises.
 
-    Args:
-        trial: the way to run the class.
-        stage: the tensors.
-        parts: the parts that the optimizer gets. Some of its groups may be empty.
-        seed: whether to seed the process's random generators before each step.
-
-    Raises:
-        TrialFailed: if the class raises, here or in `advance`.
+    With `seed`, the process's random generators are seeded before each step.
     """
 
     def __init__(self, trial: Trial, stage: Stage, parts: Sequence[Part], seed: bool) -> None:
@@ -212,11 +197,9 @@ class Run:
         self._drew = self._sources is not None and self._sources.used()
 
     def advance(self, step: int, gradients: Gradients) -> bool:
-        """Take a step. Return whether it drew random numbers, if generators are seeded.
+        """Take a step with the gradients of entire tensors. Return True if it drew random numbers.
 
-        Args:
-            step: its number.
-            gradients: of the entire tensors.
+        That is known only if generators are seeded.
         """
         evaluations = 0
         moved = False

@@ -249,7 +249,7 @@ class Mode(ShardView):
         old.detach(frozen)
         new = set(range(len(self.plan.specs))) - self.begun - self.widened
         params = self.planner.shard(plan)
-        params.shard.set_masters(masters)
+        params.shard.wide.set_values(masters)
         self.pipeline = self._build(params, old.local)
         if paused:
             self.pipeline.gradients.pause()
@@ -273,7 +273,7 @@ class Mode(ShardView):
                 self.pipeline.gradients.has_gradients(),
             )
             self.planner.widened |= more
-            self._switch(self.plan, self.states(), self.masters())
+            self._switch(self.plan, self.local.states(), self.masters())
 
     # ----------------------------------------------------------------------------------- the step
 

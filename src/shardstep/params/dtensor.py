@@ -7,6 +7,7 @@ tensor-parallel ranks hold different parts.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -15,7 +16,7 @@ import torch
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is a DTensor."""
+    """Return True if `tensor` is a DTensor."""
     # The import takes long, and a program that has a DTensor has done it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -35,10 +36,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_value(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a DTensor as a plain tensor; any other tensor itself.
-
-    Called on every rank of its mesh.
-    """
+    """Return all of a DTensor; any other tensor itself. Called on every rank of its mesh."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -48,21 +46,16 @@ def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
     Called on every rank of the parameter's mesh. Autograd may place a gradient differently from its
     parameter: the gradient of a replicated weight behind a sharded activation is partial.
     """
+    whole: Any = param
     grad: Any = param.grad
-    if grad is None:
-        return None
-    kind: Any = param
-    if is_dtensor(grad) and grad.placements != kind.placements:
-        grad = grad.detach().redistribute(kind.device_mesh, kind.placements)
-    return local_part(grad)
+    if grad is not None and is_dtensor(grad) and grad.placements != whole.placements:
+        grad = grad.detach().redistribute(whole.device_mesh, whole.placements)
+    return None if grad is None else local_part(grad)
 
 
 def num_parts(param: torch.Tensor) -> int:
     """Return the number of parts of a DTensor parameter on different ranks; otherwise 1."""
-    count = 1
-    for _, _, size in _divisions(param):
-        count *= size
-    return count
+    return math.prod(size for _, _, size in _divisions(param))
 
 
 def describe_part(param: torch.Tensor, name: str) -> list[str]:
@@ -87,12 +80,7 @@ def check_placements(param: torch.Tensor, name: str) -> None:
 
 
 def refuse_dtensors(named: Iterable[tuple[str, torch.Tensor]], why: str) -> None:
-    """Raise `TypeError` for the first DTensor in `named`.
-
-    Args:
-        named: tensors with their names.
-        why: the reason and the remedy, for the message.
-    """
+    """Raise `TypeError` for the first DTensor in `named`, with the reason and the remedy."""
     for name, tensor in named:
         if is_dtensor(tensor):
             raise TypeError(f"parameter {name!r} is a DTensor: {why}")

@@ -1,8 +1,8 @@
-"""Which parameters, by number, belong to which parameter group."""
+"""The numbers of parameters in parameter groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,10 +16,3 @@ def group_ranges(groups: Sequence[Mapping[str, Any]]) -> list[range]:
     """
     stops = accumulate((len(group["params"]) for group in groups), initial=0)
     return [range(start, stop) for start, stop in pairwise(stops)]
-
-
-def enumerate_params(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, Any]]:
-    """Yield the number of each parameter, the number of its group, and the parameter."""
-    for group, (indices, options) in enumerate(zip(group_ranges(groups), groups, strict=True)):
-        for index, param in zip(indices, options["params"], strict=True):
-            yield index, group, param

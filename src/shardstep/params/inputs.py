@@ -1,4 +1,4 @@
-"""Reads what the user handed over: checks the parameters and describes them for the planner."""
+"""The user's parameters and options: checked, and described for the planner."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 def unwrap_partial(given: Any) -> Any:
-    """The class, or other callable, that a `functools.partial` is of; anything else itself."""
+    """Return the callable inside of a `functools.partial`; anything else itself."""
     while isinstance(given, functools.partial):
         given = given.func
     return given
 
 
-def as_list(params: Any) -> list[Any]:
-    """The parameters, groups or named parameters that were given, so that they can be read twice.
-
-    Raises:
-        TypeError: if they are not an iterable of tensors, of `(name, tensor)` pairs or of dicts.
-        ValueError: if there are none, or a group has no `"params"`.
-    """
+def _as_list(params: Any) -> list[Any]:
+    """Return the given parameters, groups or named parameters as a list. Raise if they are not."""
     kinds = "an iterable of tensors, of (name, tensor) pairs or of dicts"
     if isinstance(params, torch.Tensor):
         raise TypeError(f"params has to be {kinds}, but a single tensor was given; pass [tensor]")
@@ -53,37 +48,31 @@ def as_list(params: Any) -> list[Any]:
     for index, item in enumerate(given):
         named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
         if not isinstance(item[1] if named else item, torch.Tensor):
-            raise TypeError(f"params has to be {kinds}, but item {index} is a {_kind(item)}")
+            kind = type(item).__name__
+            raise TypeError(f"params has to be {kinds}, but item {index} is a {kind}")
     return given
 
 
 class ParamsArgument:
-    """The parameters as they were given, read once; what is wrong with them is raised later.
-
-    A rank must not raise before it has met the others: they would wait for it.
-    """
+    """The user's `params`, read once. Errors are raised later, when all ranks meet."""
 
     def __init__(self, params: Any) -> None:
         self._items: list[Any] = []
         self._error: Exception | None = None
         try:
-            self._items = as_list(params)
+            self._items = _as_list(params)
         except (TypeError, ValueError) as error:
             self._error = error
 
     def items(self) -> list[Any]:
-        """What was given.
-
-        Raises:
-            TypeError, ValueError: if it was not parameters; see `as_list`.
-        """
+        """Return the parameters, groups or named parameters. Raise if they are something else."""
         if self._error is not None:
             raise self._error
         return self._items
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those parameters that were given as such, and not in groups that can be read once."""
+        """The parameters, except for those in groups that can be read once only."""
         found: list[torch.Tensor] = []
         for item in self._items:
             inner = item.get("params") if isinstance(item, dict) else [item]
@@ -94,38 +83,24 @@ class ParamsArgument:
         return found
 
 
-def _kind(item: object) -> str:
-    return type(item).__name__
-
-
 def parameters(groups: Groups) -> list[torch.Tensor]:
-    """All parameters, group after group."""
+    """Return all parameters, group after group."""
     return [param for group in groups for param in group["params"]]
 
 
 def is_trainable(param: torch.Tensor) -> bool:
-    """Whether a step may change `param`.
-
-    A frozen parameter that still has a gradient counts: `torch.optim` goes by the gradient.
-    """
+    """Return True if a step may change `param`. As in `torch.optim`, a gradient is enough."""
     return param.requires_grad or param.grad is not None
 
 
 def describe(groups: Groups, known: Mapping[int, str] | None = None) -> list[ParamSpec]:
-    """The planner's view of the parameters in `groups`; of DTensors, this rank's part.
+    """Return the planner's view of the parameters; of DTensors, this rank's part.
 
-    Args:
-        groups: the parameter groups.
-        known: names by identity of the parameter, for those that have none in their group.
-
-    Raises:
-        TypeError: for a tensor subclass with inner tensors that is not a DTensor.
-        ValueError: for a parameter that cannot be sharded: sparse, without data, with gaps in
-            memory, or sharing its memory with another.
+    `known` are names by the parameter's id, for groups without names. Raise for a parameter that
+    cannot be sharded.
     """
     specs: list[ParamSpec] = []
-    ordinals: dict[torch.device, str] = {}
-    seen_types: dict[str, int] = {}
+    devices: dict[str, list[torch.device]] = {}
     spans: list[tuple[int, int, str]] = []
     seen: set[int] = set()
     for number, group in enumerate(groups):
@@ -139,17 +114,16 @@ def describe(groups: Groups, known: Mapping[int, str] | None = None) -> list[Par
             if id(param) in seen:
                 raise ValueError(f"parameter {name!r} is given twice; pass each parameter once")
             seen.add(id(param))
-            if param.device not in ordinals:
-                kind = param.device.type
-                ordinals[param.device] = f"{kind}#{seen_types.get(kind, 0)}"
-                seen_types[kind] = seen_types.get(kind, 0) + 1
+            alike = devices.setdefault(param.device.type, [])
+            if param.device not in alike:
+                alike.append(param.device)
             specs.append(
                 ParamSpec(
                     name=name,
                     shape=tuple(local.shape),
                     stride=tuple(local.stride()),
                     dtype=local.dtype,
-                    device=ordinals[param.device],
+                    device=f"{param.device.type}#{alike.index(param.device)}",
                     group=number,
                     trainable=is_trainable(param),
                 )
@@ -160,8 +134,7 @@ def describe(groups: Groups, known: Mapping[int, str] | None = None) -> list[Par
         if start < stop:
             raise ValueError(
                 f"parameters {name!r} and {other!r} share memory, so two ranks could update the "
-                "same elements; give them storage of their own, or tie them by using one "
-                "Parameter object in both places"
+                "same elements; give each its own storage, or use one Parameter in both places"
             )
     return specs
 
@@ -173,8 +146,8 @@ def _check(param: torch.Tensor, name: str) -> None:
         )
     if is_traceable_wrapper_subclass(param):
         raise TypeError(
-            f"parameter {name!r} is a {type(param).__name__}, which wraps other tensors and "
-            "cannot be sharded; pass plain tensors"
+            f"parameter {name!r} is a {type(param).__name__}, a tensor subclass that wraps other "
+            "tensors and cannot be sharded; pass plain tensors"
         )
     if param.device.type == "meta":
         raise ValueError(
@@ -189,28 +162,16 @@ def _check(param: torch.Tensor, name: str) -> None:
 
 
 def check_class(given: Any) -> None:
-    """Make sure that an optimizer class, or something else that makes optimizers, was given.
-
-    Raises:
-        TypeError: if it cannot be called, as an optimizer that was made already.
-    """
+    """Raise `TypeError` if the user's optimizer class cannot be called."""
     if not callable(given):
         raise TypeError(
             "optimizer_class has to be a class, such as torch.optim.AdamW, not an object of type "
-            f"{type(given).__name__}; pass the class, and its options by their names"
+            f"{type(given).__name__}; pass the class, and its options as keyword arguments"
         )
 
 
 def check_optimizer(made: Any, num_groups: int) -> None:
-    """Make sure that what an optimizer class has made can be one rank's part of an optimizer.
-
-    Args:
-        made: what it has made.
-        num_groups: of how many groups.
-
-    Raises:
-        ValueError: if it is no `torch.optim.Optimizer`, or only says so.
-    """
+    """Raise `ValueError` if `made` is not a `torch.optim.Optimizer` with this many groups."""
     kind = type(made).__name__
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(
@@ -219,14 +180,13 @@ def check_optimizer(made: Any, num_groups: int) -> None:
     # A class that hands its parameters on to others may never have called the base class.
     if not hasattr(made, "state") or len(made.param_groups) != num_groups:
         raise ValueError(
-            f"{kind} does not keep state and groups as a torch.optim.Optimizer does, so nobody "
-            "knows what ranks would have to divide; use it unsharded, or pass the class that it "
-            "hands its parameters on to"
+            f"{kind} does not keep state and param_groups as a torch.optim.Optimizer does, so it "
+            "cannot be sharded; use it unsharded, or pass the optimizer class that it wraps"
         )
 
 
 def describe_options(groups: Groups) -> list[str]:
-    """One line per group for what ranks can compare of its options: numbers and words."""
+    """Return one line per group with its options, as far as ranks can compare them."""
     return [
         f"options of group {number}: "
         + ", ".join(

@@ -6,18 +6,17 @@ rounded. `StepCopies` exist during a step only, and are rounded stochastically.
 Note [Writes to a parameter that has a master]
 
 A user may write to a parameter between two steps: load a checkpoint, clamp weights, swap an average
-in. The master does not know, and its rounding at the end of the next step would silently undo the
-write. So before each step the piece is compared with the rounding of its master. Where an element
-differs in a bit, the master takes the parameter's value. This costs one pass over this rank's
-pieces and misses nothing. An autograd version counter would be cheaper, but does not see writes
-through `.data`. A write of the value that the parameter already has is no change: the master keeps
-its extra precision.
+in. The next step would silently undo the write. So before each step the piece is compared with the
+rounding of its master. Where an element differs in a bit, the master takes the parameter's value.
+An autograd version counter would be cheaper, but does not see writes through `.data`. A write of
+the value that the parameter already has is no change: the master keeps its extra precision.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -37,7 +36,7 @@ class StepTensors(Protocol):
     """Tensors of a wider dtype than the parameters they stand for."""
 
     def __contains__(self, param: object) -> bool:
-        """Return whether this rank's piece of this parameter has one."""
+        """Return True if this rank's piece of this parameter has one."""
 
     @property
     def nbytes(self) -> int:
@@ -50,13 +49,13 @@ class StepTensors(Protocol):
         """Follow the parameters to where their data lies now."""
 
     def refresh(self) -> bool:
-        """Take the parameters' values before a step. Return whether tensors have moved."""
+        """Take the parameters' values before a step. Return True if tensors have moved."""
 
     def write_back(self, among: Container[int] | None = None) -> None:
         """Round into these parameters, or into all."""
 
     def release(self) -> bool:
-        """Free what only the step needed. Return whether tensors have moved."""
+        """Free what only the step needed. Return True if tensors have moved."""
 
     def values(self) -> dict[int, torch.Tensor]:
         """Return what must be saved beyond the parameters, by parameter number."""
@@ -65,31 +64,8 @@ class StepTensors(Protocol):
         """Copy these in, for the parameters this has; None takes the parameters' values."""
 
 
-@dataclass(slots=True)
-class _Stretch:
-    """Pieces of one bucket, back to back.
-
-    Attributes:
-        pieces: the pieces, by ascending offset.
-        offsets: where each starts in `wide`.
-        numel: elements of all of them, padding included.
-        wide: their elements in the wider dtype, flat.
-    """
-
-    pieces: list[Piece]
-    offsets: list[int]
-    numel: int
-    wide: torch.Tensor | None = None
-
-
 class _WidePieces(StepTensors):
-    """Pieces laid back to back in a wider dtype, and where they lie in their parameters.
-
-    Args:
-        pieces: the pieces of this rank that are stepped on in a wider dtype.
-        params: all parameters, in the plan's order.
-        dtypes: the wider dtype by parameter number.
-    """
+    """This rank's pieces in a wider dtype, back to back in one flat tensor per bucket."""
 
     def __init__(
         self,
@@ -97,68 +73,58 @@ class _WidePieces(StepTensors):
         params: Sequence[torch.Tensor],
         dtypes: Mapping[int, torch.dtype],
     ) -> None:
+        self._pieces = sorted(pieces, key=lambda piece: (piece.bucket, piece.bucket_offset))
         self._params = params
         self._dtypes = dtypes
         # The plan's strides: a parameter may get others before there is another plan.
         self._strides = {p.param: local_part(params[p.param]).stride() for p in pieces}
-        self._stretches: list[_Stretch] = []
-        self._found: dict[int, tuple[_Stretch, int]] = {}
-        by_bucket: dict[int, list[Piece]] = {}
-        for piece in sorted(pieces, key=lambda piece: piece.bucket_offset):
-            by_bucket.setdefault(piece.bucket, []).append(piece)
-        for held in by_bucket.values():
-            stretch = _Stretch(held, [], 0)
-            for piece in held:
-                stretch.offsets.append(stretch.numel)
-                self._found[piece.param] = (stretch, stretch.numel)
-                stretch.numel += aligned(piece.param_interval.numel)
-            self._stretches.append(stretch)
+        self._numels: Counter[int] = Counter()
+        self._offsets: dict[int, int] = {}
+        for piece in self._pieces:
+            self._offsets[piece.param] = self._numels[piece.bucket]
+            self._numels[piece.bucket] += aligned(piece.param_interval.numel)
+        self._wide: dict[int, torch.Tensor] = {}
         self._narrow: dict[int, torch.Tensor] = {}
 
+    def _allocate(self) -> None:
+        for bucket, param in {piece.bucket: piece.param for piece in self._pieces}.items():
+            dtype, device = self._dtypes[param], self._params[param].device
+            self._wide[bucket] = torch.empty(self._numels[bucket], dtype=dtype, device=device)
+
+    def _flat(self, piece: Piece) -> torch.Tensor:
+        offset = self._offsets[piece.param]
+        return self._wide[piece.bucket][offset : offset + piece.param_interval.numel]
+
+    @override
     def __contains__(self, param: object) -> bool:
-        return param in self._found
+        return param in self._offsets
 
     @property
+    @override
     def nbytes(self) -> int:
-        """Bytes of all tensors while they exist."""
         return sum(
-            stretch.numel * self._dtypes[stretch.pieces[0].param].itemsize
-            for stretch in self._stretches
+            aligned(piece.param_interval.numel) * self._dtypes[piece.param].itemsize
+            for piece in self._pieces
         )
 
-    def _allocate(self, stretch: _Stretch) -> torch.Tensor:
-        first = stretch.pieces[0].param
-        return torch.empty(
-            stretch.numel, dtype=self._dtypes[first], device=self._params[first].device
-        )
-
-    def _find_narrow(self) -> None:
-        """Remember where each piece lies in its parameter."""
-        for stretch in self._stretches:
-            for piece in stretch.pieces:
-                # `.data`: writing back an unchanged parameter must not look like a change to
-                # autograd. The pipeline marks those that a step has changed.
-                whole = flat(local_part(self._params[piece.param]).data)
-                self._narrow[piece.param] = whole[piece.param_interval.slice]
-
+    @override
     def place(self, piece: Piece) -> torch.Tensor:
-        """Return the tensor for `piece`: flat, or in the parameter's shape for an entire one."""
-        stretch, offset = self._found[piece.param]
-        assert stretch.wide is not None
-        if piece.entire:
-            shape = local_part(self._params[piece.param]).shape
-            return stretch.wide.as_strided(shape, self._strides[piece.param], offset)
-        return stretch.wide[offset : offset + piece.param_interval.numel]
+        if not piece.entire:
+            return self._flat(piece)
+        shape, stride = local_part(self._params[piece.param]).shape, self._strides[piece.param]
+        return self._wide[piece.bucket].as_strided(shape, stride, self._offsets[piece.param])
+
+    @override
+    def repoint(self) -> None:
+        for piece in self._pieces:
+            # `.data`: writing back an unchanged parameter must not look like a change to
+            # autograd. The pipeline marks those that a step has changed.
+            whole = flat(local_part(self._params[piece.param]).data)
+            self._narrow[piece.param] = whole[piece.param_interval.slice]
 
 
 class Masters(_WidePieces):
-    """Wide copies that are kept from step to step.
-
-    Args:
-        pieces: the pieces of this rank that have a master.
-        params: all parameters, in the plan's order.
-        dtypes: the masters' dtype by parameter number.
-    """
+    """Wide copies that are kept from step to step."""
 
     def __init__(
         self,
@@ -167,43 +133,35 @@ class Masters(_WidePieces):
         dtypes: Mapping[int, torch.dtype],
     ) -> None:
         super().__init__(pieces, params, dtypes)
-        for stretch in self._stretches:
-            stretch.wide = self._allocate(stretch)
+        self._allocate()
         self.repoint()
         self.set_values(None)
 
+    @override
     def repoint(self) -> None:
-        """Follow the parameters, and join pieces that lie back to back into runs."""
-        self._find_narrow()
+        super().repoint()
         self._runs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for stretch in self._stretches:
-            assert stretch.wide is not None
-            stretch.wide = stretch.wide.to(self._params[stretch.pieces[0].param].device)
-            for piece, offset in zip(stretch.pieces, stretch.offsets, strict=True):
-                self._add_run(piece.param, stretch.wide, offset)
+        for piece in self._pieces:
+            narrow = self._narrow[piece.param]
+            self._wide[piece.bucket] = self._wide[piece.bucket].to(narrow.device)
+            self._add_run(self._flat(piece), narrow)
 
-    def _add_run(self, param: int, wide: torch.Tensor, offset: int) -> None:
-        """Append this piece as a run, or extend the last run if it is adjacent in memory."""
-        narrow = self._narrow[param]
+    def _add_run(self, wide: torch.Tensor, narrow: torch.Tensor) -> None:
+        """Append a piece as a run, or extend the last run if both tensors follow it in memory."""
         if self._runs:
-            last, before = self._runs[-1]
-            adjacent = (
-                wide.data_ptr() == last.untyped_storage().data_ptr()
-                and offset == last.storage_offset() + last.numel()
-                and narrow.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
-                and narrow.storage_offset() == before.storage_offset() + before.numel()
-            )
-            if adjacent:
-                numel = last.numel() + narrow.numel()
+            last = self._runs[-1]
+            if all(map(_follows, last, (wide, narrow))):
+                numel = last[0].numel() + wide.numel()
                 self._runs[-1] = (
-                    last.as_strided((numel,), (1,)),
-                    before.as_strided((numel,), (1,)),
+                    last[0].as_strided((numel,), (1,)),
+                    last[1].as_strided((numel,), (1,)),
                 )
                 return
-        self._runs.append((wide[offset : offset + narrow.numel()], narrow))
+        self._runs.append((wide, narrow))
 
+    @override
     def refresh(self) -> bool:
-        """See Note [Writes to a parameter that has a master]."""
+        # See Note [Writes to a parameter that has a master].
         for wide, narrow in self._runs:
             # On an accelerator, asking whether anything has changed would synchronise.
             chunk = CHUNK if wide.device.type == "cpu" else max(1, wide.numel())
@@ -211,16 +169,12 @@ class Masters(_WidePieces):
                 _refresh(wide[start : start + chunk], narrow[start : start + chunk])
         return False
 
+    @override
     def write_back(self, among: Container[int] | None = None) -> None:
-        """Round to nearest."""
         pairs = self._runs
         if among is not None:
-            pairs = [
-                (flat(self.place(piece)), self._narrow[piece.param])
-                for stretch in self._stretches
-                for piece in stretch.pieces
-                if piece.param in among
-            ]
+            stepped = [piece for piece in self._pieces if piece.param in among]
+            pairs = [(self._flat(piece), self._narrow[piece.param]) for piece in stepped]
         if pairs:
             wides, narrows = map(list, zip(*pairs, strict=True))
             torch._foreach_copy_(narrows, wides)
@@ -229,41 +183,31 @@ class Masters(_WidePieces):
     def release(self) -> bool:
         return False
 
+    @override
     def values(self) -> dict[int, torch.Tensor]:
-        """Return each master, refreshed from its parameter.
+        for piece in self._pieces:
+            # A parameter that has changed its form since the plan was made is not compared with.
+            param, before = local_part(self._params[piece.param]), self._narrow[piece.param]
+            form = (param.stride(), param.dtype, param.device)
+            if form == (self._strides[piece.param], before.dtype, before.device):
+                _refresh(self._flat(piece), flat(param.data)[piece.param_interval.slice])
+        return {piece.param: self.place(piece) for piece in self._pieces}
 
-        A parameter that has changed its form since the plan was made is not compared with.
-        """
-        values = {}
-        for stretch in self._stretches:
-            for piece in stretch.pieces:
-                values[piece.param] = master = self.place(piece)
-                param, before = local_part(self._params[piece.param]), self._narrow[piece.param]
-                form = (param.stride(), param.dtype, param.device)
-                if form == (self._strides[piece.param], before.dtype, before.device):
-                    _refresh(flat(master), flat(param.data)[piece.param_interval.slice])
-        return values
-
+    @override
     def set_values(self, values: Mapping[int, torch.Tensor] | None) -> None:
-        """Copy these in; None takes the parameters' values."""
         if values is None:
             for wide, narrow in self._runs:
                 wide.copy_(narrow)
             return
-        for stretch in self._stretches:
-            for piece in stretch.pieces:
-                if piece.param in values:
-                    self.place(piece).copy_(values[piece.param])
+        for piece in self._pieces:
+            if piece.param in values:
+                self.place(piece).copy_(values[piece.param])
 
 
 class StepCopies(_WidePieces):
     """Wide copies that exist during a step and are rounded stochastically.
 
-    Args:
-        pieces: the pieces of this rank that are stepped on in a wider dtype.
-        params: all parameters, in the plan's order.
-        dtypes: that dtype by parameter number.
-        rounding: the sequence of roundings.
+    Between steps, each piece has a NaN placeholder without memory.
     """
 
     def __init__(
@@ -277,9 +221,9 @@ class StepCopies(_WidePieces):
         self._rounding = rounding
         self.repoint()
 
+    @override
     def place(self, piece: Piece) -> torch.Tensor:
-        """Return the copy during a step; between steps, a NaN placeholder without memory."""
-        if self._found[piece.param][0].wide is not None:
+        if piece.bucket in self._wide:
             return super().place(piece)
         if piece.param not in self._placeholders:
             param = local_part(self._params[piece.param])
@@ -288,40 +232,32 @@ class StepCopies(_WidePieces):
             self._placeholders[piece.param] = nan.expand(shape)
         return self._placeholders[piece.param]
 
+    @override
     def repoint(self) -> None:
-        """Follow the parameters."""
-        self._find_narrow()
+        super().repoint()
         self._placeholders: dict[int, torch.Tensor] = {}
 
+    @override
     def refresh(self) -> bool:
-        """Copy the parameters' pieces."""
         self._rounding.step += 1
-        for stretch in self._stretches:
-            stretch.wide = self._allocate(stretch)
-            narrow = [self._narrow[piece.param] for piece in stretch.pieces]
-            wide = [flat(self.place(piece)) for piece in stretch.pieces]
-            torch._foreach_copy_(wide, narrow)
-        return bool(self._stretches)
+        self._allocate()
+        for _, held in groupby(self._pieces, key=lambda piece: piece.bucket):
+            pieces = list(held)
+            narrow = [self._narrow[piece.param] for piece in pieces]
+            torch._foreach_copy_([self._flat(piece) for piece in pieces], narrow)
+        return bool(self._pieces)
 
+    @override
     def write_back(self, among: Container[int] | None = None) -> None:
-        """Round stochastically; repeating it in the same step gives the same result."""
-        for stretch in self._stretches:
-            assert stretch.wide is not None
-            for piece, offset in zip(stretch.pieces, stretch.offsets, strict=True):
-                if among is None or piece.param in among:
-                    narrow = self._narrow[piece.param]
-                    self._rounding.round_into(
-                        narrow,
-                        stretch.wide[offset : offset + narrow.numel()],
-                        piece.param,
-                        piece.param_interval.start,
-                    )
+        for piece in self._pieces:
+            if among is None or piece.param in among:
+                narrow, start = self._narrow[piece.param], piece.param_interval.start
+                self._rounding.round_into(narrow, self._flat(piece), piece.param, start)
 
+    @override
     def release(self) -> bool:
-        """Free the copies."""
-        for stretch in self._stretches:
-            stretch.wide = None
-        return bool(self._stretches)
+        self._wide.clear()
+        return bool(self._pieces)
 
     @override
     def values(self) -> dict[int, torch.Tensor]:
@@ -330,6 +266,14 @@ class StepCopies(_WidePieces):
     @override
     def set_values(self, values: Mapping[int, torch.Tensor] | None) -> None:
         pass
+
+
+def _follows(last: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return True if flat `tensor` starts where flat `last` ends, in the same storage."""
+    return (
+        tensor.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+        and tensor.storage_offset() == last.storage_offset() + last.numel()
+    )
 
 
 def _refresh(wide: torch.Tensor, narrow: torch.Tensor) -> None:
@@ -344,7 +288,7 @@ def _refresh(wide: torch.Tensor, narrow: torch.Tensor) -> None:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two flat CPU tensors are equal, comparing eight bytes at a time."""
+    """Return True if two flat CPU tensors are equal, comparing eight bytes at a time."""
     fits = all(
         tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0
         for tensor in (a, b)

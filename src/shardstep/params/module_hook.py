@@ -7,14 +7,7 @@ from typing import Any
 
 
 class UncopiedHook:
-    """A hook of one module, but not of its copies.
-
-    `copy.deepcopy(module)` and `torch.save(module)` take the hooks along, with all that they hold.
-    The copy gets a hook that does nothing.
-
-    Args:
-        call: the hook.
-    """
+    """A hook of one module. Copies of the module, also in files, get one that does nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call

@@ -20,12 +20,11 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
     while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(original := getattr(model, "_orig_mod", None), torch.nn.Module):
-            model = original
-        else:
+        wrapper = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
+        inner = getattr(model, wrapper, None)
+        if not isinstance(inner, torch.nn.Module):
             return model
+        model = inner
 
 
 def unwrapped_name(name: str) -> str:
@@ -36,12 +35,7 @@ def unwrapped_name(name: str) -> str:
 
 
 def strip_wrapper_prefixes(names: Iterable[str], ddp: bool = True) -> list[str]:
-    """Return the names without the prefixes of wrappers.
-
-    Args:
-        names: the names of all parameters. DDP's prefix is on every one of them, or on none.
-        ddp: whether the module may have been wrapped in DDP.
-    """
+    """Return the names of all parameters without wrappers' prefixes. DDP's is on all or none."""
     found = [unwrapped_name(name) for name in names]
     if ddp and all(name.startswith("module.") for name in found):
         found = [name.removeprefix("module.") for name in found]

@@ -12,16 +12,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether shape, dtype and bits are equal. All NaNs are equal."""
+    """Return True if shape, dtype and bits are equal. All NaNs are equal."""
     if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
         return False
     if not (is_plain(one) and is_plain(other)):
         return type(one) is type(other) and same(_inner(one), _inner(other))
     if one.is_complex():
-        one, other = (
-            torch.view_as_real(one.resolve_conj()),
-            torch.view_as_real(other.resolve_conj()),
-        )
+        one, other = (torch.view_as_real(each.resolve_conj()) for each in (one, other))
     integer = _INTEGERS[one.element_size()]
     bits, others = one.detach().view(integer), other.detach().view(integer)
     if torch.equal(bits, others) or not one.is_floating_point():
@@ -32,7 +29,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is nothing but its elements in memory."""
+    """Return True if a tensor is nothing but its elements in memory."""
     kinds = (torch.Tensor, torch.nn.Parameter)
     return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_quantized
 
@@ -47,7 +44,7 @@ def _inner(tensor: torch.Tensor) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values have equal structure, equal leaves and tensors of equal bits.
+    """Return True if two values have equal structure, equal leaves and tensors of equal bits.
 
     Objects that do not define equality count as equal: each run makes others.
     """
@@ -70,15 +67,9 @@ def same(one: Any, other: Any) -> bool:
 def fits(
     whole: Any, pieces: Sequence[Any], shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]]
 ) -> bool:
-    """Return whether the states of a tensor's pieces are its state, cut like the tensor.
+    """Return True if the states of a tensor's pieces are its state, cut like the tensor.
 
     Values that are not per element have to be comparable, and equal in all states.
-
-    Args:
-        whole: the state of the tensor.
-        pieces: the states of its pieces, in order.
-        shape: the shape of the tensor.
-        shapes: the shapes of the pieces.
     """
     if not all(type(piece) is type(whole) for piece in pieces):
         return False
@@ -88,21 +79,20 @@ def fits(
             joined = torch.cat([piece.reshape(-1) for piece in pieces])
             return same_bits(joined, whole.reshape(-1))
         return all(same_bits(whole, piece) for piece in pieces)
-    if isinstance(whole, Mapping):
-        return all(list(piece) == list(whole) for piece in pieces) and all(
-            fits(value, [piece[key] for piece in pieces], shape, shapes)
-            for key, value in whole.items()
-        )
-    if is_sequence(whole):
-        return all(len(piece) == len(whole) for piece in pieces) and all(
-            fits(value, [piece[position] for piece in pieces], shape, shapes)
-            for position, value in enumerate(whole)
+    if isinstance(whole, Mapping) or is_sequence(whole):
+        keys, *others = (_keys(each) for each in (whole, *pieces))
+        return all(other == keys for other in others) and all(
+            fits(whole[key], [piece[key] for piece in pieces], shape, shapes) for key in keys
         )
     # Any other object may hold something that a later step uses.
     plain = whole is None or isinstance(whole, (bool, int, float, complex, str))
     return plain and all(same(whole, piece) for piece in pieces)
 
 
+def _keys(value: Any) -> list[Any]:
+    return list(value if isinstance(value, Mapping) else range(len(value)))
+
+
 def is_sequence(value: Any) -> bool:
-    """Return whether it is a list, a tuple, a deque or the like, but not text."""
+    """Return True for a list, a tuple, a deque or the like, but not for text."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))

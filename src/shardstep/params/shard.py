@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import torch
 
@@ -18,17 +18,10 @@ FreeMemory = Callable[[torch.Tensor, int], None]
 class Shard:
     """The tensors that one rank's optimizer steps on.
 
-    A piece that is part of a parameter is a flat view of it. A piece that is an entire parameter is
-    the parameter itself, so that the optimizer finds `param.grad` and keys its state as the user
-    expects. With `separate`, it is another tensor on the same memory, because the gradient of the
-    piece is not what the user sees in `param.grad`. A DTensor is represented by its local tensor. A
-    piece with a step tensor of a wider dtype is that tensor.
-
-    Args:
-        pieces: this rank's pieces, by parameter number.
-        params: all parameters, in the plan's order.
-        separate: whether entire parameters get a tensor of their own.
-        wide: the step tensors of a wider dtype.
+    A part of a parameter is a flat view of it. An entire parameter is itself, so that the optimizer
+    finds `param.grad` and keys its state as the user expects. With `separate`, it is another tensor
+    on the same memory, because `param.grad` is not the gradient to step on. A DTensor is
+    represented by its local tensor, and a piece in `wide` by its wider step tensor.
     """
 
     def __init__(
@@ -40,26 +33,26 @@ class Shard:
     ) -> None:
         self._params = params
         self._separate = separate
-        self._wide = wide
+        self.wide = wide
         self.pieces = pieces
         self._tensors = {piece.param: self._make(piece) for piece in pieces}
         self.views = [
             (piece, tensor) for piece, tensor in self if tensor is not params[piece.param]
         ]
-        self._widened = [(piece, tensor) for piece, tensor in self if piece.param in wide]
+        self.widened = [(piece, tensor) for piece, tensor in self if piece.param in wide]
         self._remember_addresses()
 
     def _make(self, piece: Piece) -> torch.Tensor:
         param = self._params[piece.param]
-        separate = self._separate or piece.param in self._wide or is_dtensor(param)
+        separate = self._separate or piece.param in self.wide or is_dtensor(param)
         if piece.entire and not separate:
             return param
         return torch.nn.Parameter(self._view(piece), requires_grad=param.requires_grad)
 
     def _view(self, piece: Piece) -> torch.Tensor:
         """Return the piece's memory: in its parameter, or in its wider step tensor."""
-        if piece.param in self._wide:
-            return self._wide.place(piece)
+        if piece.param in self.wide:
+            return self.wide.place(piece)
         param = local_part(self._params[piece.param])
         return param.detach() if piece.entire else flat(param)[piece.param_interval.slice]
 
@@ -76,7 +69,7 @@ class Shard:
 
     def repoint(self) -> None:
         """Follow the parameters to where their data lies now; the tensor objects stay."""
-        self._wide.repoint()
+        self.wide.repoint()
         self._point(self.views)
 
     def _point(self, views: Iterable[tuple[Piece, torch.Tensor]]) -> None:
@@ -86,66 +79,37 @@ class Shard:
 
     def refresh(self) -> None:
         """Give every step tensor its parameter's value, before a step."""
-        if self._wide.refresh():
-            self._point(self._widened)
+        if self.wide.refresh():
+            self._point(self.widened)
 
     def write_back(self, free_memory: FreeMemory, among: Container[int] | None = None) -> bool:
-        """Write updated step tensors back to their parameters.
+        """Write back step tensors of these parameters. Return True if a parameter has moved.
 
-        Args:
-            free_memory: called for each tensor that the optimizer pointed at other memory.
-            among: the parameters that were stepped on; None for all.
-
-        Returns:
-            Whether the optimizer has moved a parameter of this shard.
+        `free_memory` is called for each tensor that the optimizer pointed at other memory.
         """
         moved = self._copy_reassigned(free_memory)
-        self._wide.write_back(among)
+        self.wide.write_back(among)
         return moved
 
     def release(self) -> None:
         """Free what only the step needed."""
-        if self._wide.release():
-            self._point(self._widened)
-
-    def masters(self) -> dict[int, torch.Tensor]:
-        """Return this rank's masters by parameter number, in use and not copied.
-
-        A master is flat for a part of a parameter, in the parameter's shape for an entire one.
-        """
-        return self._wide.values()
-
-    @property
-    def wide_nbytes(self) -> int:
-        """Bytes of the step tensors of a wider dtype, while they exist."""
-        return self._wide.nbytes
-
-    def set_masters(self, masters: Mapping[int, torch.Tensor] | None) -> None:
-        """Copy these into the masters; None makes the masters from the parameters."""
-        self._wide.set_values(masters)
+        if self.wide.release():
+            self._point(self.widened)
 
     def _copy_reassigned(self, free_memory: FreeMemory) -> bool:
-        """Copy back the values of tensors that the optimizer pointed at other memory.
+        """Copy back views that the optimizer pointed at other memory by assigning `p.data`.
 
-        Some optimizers assign `p.data` a new tensor. If `p` is a view of a parameter, its values
-        are copied to where they belong. If it is the parameter, the parameter has moved.
-
-        Returns:
-            Whether a parameter of this shard has moved.
+        Return True if `p` was a parameter, which has moved now.
         """
-        now = [tensor.data_ptr() for tensor in self._tensors.values()]
-        if now == self._addresses:
+        before = zip(self._tensors.items(), self._addresses, strict=True)
+        moved = [(n, each, address) for (n, each), address in before if each.data_ptr() != address]
+        if not moved:
             return False
-        before = dict(zip(self._tensors, self._addresses, strict=True))
-        for index, tensor in self._tensors.items():
-            if tensor.data_ptr() != before[index]:
-                free_memory(tensor, before[index])
+        for _, tensor, address in moved:
+            free_memory(tensor, address)
+        numbers = {number for number, _, _ in moved}
         for piece, tensor in self.views:
-            if tensor.data_ptr() != before[piece.param]:
+            if piece.param in numbers:
                 self._view(piece).copy_(tensor.detach())
-        moved = any(
-            tensor is self._params[index] and tensor.data_ptr() != before[index]
-            for index, tensor in self._tensors.items()
-        )
         self.repoint()
-        return moved
+        return any(tensor is self._params[number] for number, tensor, _ in moved)

@@ -1,4 +1,4 @@
-"""All parameters under one plan: where they are stored, and this rank's pieces of them."""
+"""All parameters under one plan: their storage, and this rank's pieces of them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,11 @@ from shardstep.plan import ShardPlan
 
 
 class ShardedParams:
-    """The parameters of an optimizer under one plan.
+    """The parameters of an optimizer under one plan, left alone until `attach` is called.
 
-    Until `attach` is called, nothing is done to the parameters.
-
-    Args:
-        plan: the placement.
-        params: all parameters, in the plan's order.
-        group_rank: the rank whose pieces are stepped on here.
-        bucket_views: whether parameters live in the buckets.
-        separate: whether entire parameters get a step tensor of their own.
-        step_dtypes: the wider dtype of parameters that are not stepped on in their own.
-        rounding: if given, wide copies are rounded stochastically and not kept as masters.
+    `step_dtypes` has the parameters that are stepped on in a wider dtype, by number. With
+    `rounding`, their wide copies are rounded stochastically and not kept as masters. With
+    `separate`, entire parameters get a separate step tensor.
     """
 
     def __init__(
@@ -58,51 +51,31 @@ class ShardedParams:
         self.storage.attach()
         self.shard.repoint()
 
-    def detach(self, params: Iterable[int]) -> None:
-        """Give these parameters storage of their own."""
-        self.storage.detach(params)
-
     def intact(self) -> bool:
-        """Return whether every parameter's data lies where `attach` left it."""
+        """Return True if every parameter's data lies where `attach` left it."""
         # Asking a parameter in flight for its address must not wait for it.
         with torch._C.DisableTorchFunctionSubclass():
             return self.storage.intact()
 
     def unchanged(self) -> bool:
-        """Return whether no parameter was moved, frozen or unfrozen since `attach`."""
+        """Return True if no parameter was moved, frozen or unfrozen since `attach`."""
         with torch._C.DisableTorchFunctionSubclass():
             # As `is_trainable`, written out: it is asked of every parameter three times a step.
             now = [param.requires_grad or param.grad is not None for param in self.params]
             return self.trainable == now and self.storage.intact()
 
-    def refresh_masters(self) -> None:
-        """Give every step tensor its parameter's value, before a step."""
-        self.shard.refresh()
-
     def write_back(self, free_memory: FreeMemory, among: Container[int] | None = None) -> None:
-        """Write updated pieces back to their parameters.
-
-        Args:
-            free_memory: called for each tensor that the optimizer pointed at other memory.
-            among: the parameters that were stepped on; None for all.
-        """
+        """Write updated pieces of these parameters, or of all, back. See `Shard.write_back`."""
         if self.shard.write_back(free_memory, among):
             self.attach()
-
-    def release(self) -> None:
-        """Free what only the step needed."""
-        self.shard.release()
 
     def mark_changed(self, among: Iterable[int] | None = None) -> None:
         """Tell autograd that these parameters, or all that have a gradient, were written to.
 
-        A backward pass through a graph built on the old values then fails on every rank, as it does
-        after any optimizer's step.
+        A backward pass on the old values then fails on every rank, as after any optimizer's step.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            changed = (
-                [param for param in self.params if param.grad is not None]
-                if among is None
-                else [self.params[index] for index in among]
-            )
+        changed = None if among is None else [self.params[index] for index in among]
+        if changed is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                changed = [param for param in self.params if param.grad is not None]
         torch.autograd.graph.increment_version(changed)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 CHUNK = 1 << 15
-"""Elements that a CPU rounds at a time. Intermediate results are several times as large, and should
-stay in its cache."""
+"""Elements that a CPU rounds at a time, so that intermediate results stay in its cache."""
 
 DEVICE_CHUNK = 1 << 22
 """Elements that an accelerator rounds at a time: enough to keep it busy, in little memory."""
@@ -22,14 +21,7 @@ _LAST_SHIFT = 31
 
 
 class StochasticRounding:
-    """A sequence of random roundings.
-
-    Args:
-        seed: chooses the sequence.
-
-    Attributes:
-        step: the position in the sequence; the caller advances it.
-    """
+    """A sequence of random roundings. The caller advances `step`, the position in it."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -38,14 +30,7 @@ class StochasticRounding:
     def round_into(
         self, target: torch.Tensor, source: torch.Tensor, param: int, offset: int
     ) -> None:
-        """Round flat `source` into flat `target`.
-
-        Args:
-            target: 16-bit floating point.
-            source: fp32, of the same length.
-            param: the number of the parameter.
-            offset: the position of the first element in the parameter.
-        """
+        """Round flat fp32 `source`, which starts at `offset` in the parameter, into `target`."""
         key = 0
         for word in (self._seed, self.step, param):
             key = mixed((key + word + 1) * _GOLDEN % _WORD)

@@ -6,22 +6,26 @@ lies, without a copy, and a state tensor made like it comes back in the same for
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from shardstep.params.dtensor import is_dtensor, local_part
-from shardstep.plan import Bucket, Piece, ShardPlan
+from shardstep.plan import Bucket, ShardPlan
+
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Targets and sources."""
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of `tensor` fill a stretch of memory without gaps or overlaps."""
+    """Return True if the elements of `tensor` fill memory without gaps or overlaps."""
     return fills_memory(tensor.shape, tensor.stride())
 
 
 def fills_memory(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor of this form has its elements without gaps or overlaps."""
+    """Return True if a tensor of this form fills memory without gaps or overlaps."""
     if len(shape) != len(stride):
         return False
     expected = 1
@@ -33,12 +37,9 @@ def fills_memory(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def flat(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-    """The elements of a dense tensor in memory order, as a view that autograd does not follow.
+    """Return a flat view of a dense tensor in memory order, which autograd does not follow.
 
-    Args:
-        tensor: the tensor.
-        stride: if given, the order is that of a tensor with these strides; a copy is made only
-            if `tensor` has others.
+    If `stride` is given and the tensor has others, a copy in that order.
     """
     tensor = tensor.detach()
     if stride is not None and tensor.stride() != stride:
@@ -47,168 +48,152 @@ def flat(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torch.T
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-class ParamStorage(Protocol):
-    """Where the elements of the parameters live between steps.
+class ParamStorage(ABC):
+    """The memory of the parameters between steps.
 
     Attributes:
-        depth: how many buckets may be loaded and not yet stored; None for any number.
+        depth: the number of buckets that may be loaded and not yet stored; None for any number.
         nbytes: bytes held beyond the parameters themselves.
     """
 
     depth: int | None
-    nbytes: int
-
-    def attach(self) -> None:
-        """Take the parameters in. May replace `param.data`, never the parameter itself."""
-
-    def detach(self, params: Iterable[int]) -> None:
-        """Give these parameters storage of their own, if they lie in a shared buffer."""
-
-    def intact(self) -> bool:
-        """Whether every parameter still lies where `attach` left it."""
-
-    def load(self, bucket: Bucket) -> torch.Tensor:
-        """A flat buffer for `bucket` in which this rank's segment is up to date."""
-
-    def store(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Put what the other ranks own, now in `buffer`, where the parameters read it."""
-
-
-class OwnStorage:
-    """Parameters stay in the storage they came with; buckets are packed to be sent.
-
-    Two buffers of the largest bucket's size are kept per device and used in turn: one is packed or
-    unpacked while the other travels.
-    """
-
-    depth: int | None = 2
+    nbytes = 0
 
     def __init__(self, plan: ShardPlan, params: Sequence[torch.Tensor], group_rank: int) -> None:
         self._plan = plan
         self._params = params
         self._group_rank = group_rank
-        self._places: list[Place] = []
-        self._divided = any(map(is_dtensor, params))
+        self._has_dtensors = any(map(is_dtensor, params))
         self._buffers: dict[int, torch.Tensor] = {}
-        self._packing: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._unpacking: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self.nbytes = 0
+        self._attached: list[tuple[int, tuple[int, ...]]] = []
 
     def attach(self) -> None:
-        """Allocate the buffers and remember what is copied between them and the parameters."""
-        self._places = _places(self._params, self._divided)
+        """Take the parameters in. May replace `param.data`, never the parameter itself."""
+        self._allocate()
+        self._attached = self._addresses()
+
+    def intact(self) -> bool:
+        """Return True if every parameter still lies where `attach` left it."""
+        return self._attached == self._addresses()
+
+    def _addresses(self) -> list[tuple[int, tuple[int, ...]]]:
+        # Asked several times a step: parameters are unwrapped only if there are DTensors.
+        parts = map(local_part, self._params) if self._has_dtensors else self._params
+        return [(part.data_ptr(), part.stride()) for part in parts]
+
+    @abstractmethod
+    def _allocate(self) -> None:
+        """Allocate buffers and connect them with the parameters."""
+
+    @abstractmethod
+    def detach(self, params: Iterable[int]) -> None:
+        """Give these parameters separate storage, if they lie in a shared buffer."""
+
+    @abstractmethod
+    def load(self, bucket: Bucket) -> torch.Tensor:
+        """Return a flat buffer for `bucket` in which this rank's segment is up to date."""
+
+    @abstractmethod
+    def store(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Copy the other ranks' segments from `buffer` to where the parameters read them."""
+
+
+class OwnStorage(ParamStorage):
+    """Parameters in the storage they came with. Buckets are packed to be sent.
+
+    Two buffers of the largest bucket's size are kept per device and used in turn: one is packed or
+    unpacked while the other is in flight.
+    """
+
+    depth = 2
+
+    @override
+    def _allocate(self) -> None:
+        self._packing: dict[int, Copies] = {}
+        self._unpacking: dict[int, Copies] = {}
         # One rank has everything already and sends nothing.
         buckets = self._plan.training_buckets if self._plan.world_size > 1 else ()
         self.nbytes = 0
         for device in sorted({bucket.device for bucket in buckets}):
-            alike = [bucket for bucket in buckets if bucket.device == device]
+            on_device = [bucket for bucket in buckets if bucket.device == device]
+            nbytes = max(bucket.nbytes for bucket in on_device)
+            place = self._params[on_device[0].slots[0].param].device
             pool = [
-                torch.zeros(
-                    max(bucket.nbytes for bucket in alike),
-                    dtype=torch.uint8,
-                    device=self._params[alike[0].slots[0].param].device,
-                )
-                for _ in alike[: self.depth]
+                torch.zeros(nbytes, dtype=torch.uint8, device=place)
+                for _ in on_device[: self.depth]
             ]
-            self.nbytes += sum(buffer.nbytes for buffer in pool)
-            for number, bucket in enumerate(alike):
-                self._take(bucket, pool[number % len(pool)])
+            self.nbytes += nbytes * len(pool)
+            for number, bucket in enumerate(on_device):
+                self._connect(bucket, pool[number % len(pool)])
 
-    def _take(self, bucket: Bucket, pooled: torch.Tensor) -> None:
-        buffer = pooled[: bucket.nbytes].view(bucket.dtype)
-        self._buffers[bucket.index] = buffer
-        own: list[Piece] = []
-        others: list[Piece] = []
+    def _connect(self, bucket: Bucket, pooled: torch.Tensor) -> None:
+        """Remember the copies between one bucket's buffer and the parameters."""
+        buffer = self._buffers[bucket.index] = pooled[: bucket.nbytes].view(bucket.dtype)
+        own: Copies = ([], [])
+        others: Copies = ([], [])
         for group_rank in range(self._plan.world_size):
-            (own if group_rank == self._group_rank else others).extend(bucket.pieces(group_rank))
+            in_params, in_buffer = own if group_rank == self._group_rank else others
+            for piece in bucket.pieces(group_rank):
+                # `.data`, so that autograd does not take a parameter that is written back unchanged
+                # for one that has changed.
+                param = flat(local_part(self._params[piece.param]).data)
+                in_params.append(param[piece.param_interval.slice])
+                in_buffer.append(buffer[piece.bucket_interval.slice])
+        self._packing[bucket.index] = (own[1], own[0])
+        self._unpacking[bucket.index] = others
 
-        def in_params(pieces: list[Piece]) -> list[torch.Tensor]:
-            # `.data`, so that autograd does not take a parameter that is written back unchanged
-            # for one that has changed.
-            return [
-                flat(local_part(self._params[p.param]).data)[p.param_interval.slice] for p in pieces
-            ]
-
-        def in_buffer(pieces: list[Piece]) -> list[torch.Tensor]:
-            return [buffer[p.bucket_interval.slice] for p in pieces]
-
-        self._packing[bucket.index] = (in_buffer(own), in_params(own))
-        self._unpacking[bucket.index] = (in_params(others), in_buffer(others))
-
+    @override
     def detach(self, params: Iterable[int]) -> None:
-        """Nothing: they have it."""
+        pass
 
-    def intact(self) -> bool:
-        """Whether every parameter still lies where `attach` found it."""
-        return self._places == _places(self._params, self._divided)
-
+    @override
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """Pack this rank's pieces."""
         _copy_all(*self._packing[bucket.index])
         return self._buffers[bucket.index]
 
+    @override
     def store(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Unpack the other ranks' pieces."""
         _copy_all(*self._unpacking[bucket.index])
 
 
-class BucketViews:
-    """Parameters live in the buckets: `param.data` is a view, and nothing is packed to be sent."""
+class BucketViews(ParamStorage):
+    """Parameters as views of the buckets. Nothing is packed to be sent."""
 
-    depth: int | None = None
-    nbytes: int = 0
+    depth = None
 
-    def __init__(self, plan: ShardPlan, params: Sequence[torch.Tensor], group_rank: int) -> None:
-        self._plan = plan
-        self._params = params
-        self._places: list[Place] = []
-        self._divided = any(map(is_dtensor, params))
-        self._buffers: dict[int, torch.Tensor] = {}
-
-    def attach(self) -> None:
-        """Move every trainable parameter that is elsewhere into its bucket."""
+    @override
+    def _allocate(self) -> None:
         for bucket in self._plan.training_buckets:
-            device = self._params[bucket.slots[0].param].device
             if bucket.index not in self._buffers:
                 # Zeros, not garbage: padding is sent too, and must not differ from run to run.
                 self._buffers[bucket.index] = torch.zeros(
-                    bucket.numel, dtype=bucket.dtype, device=device
+                    bucket.numel,
+                    dtype=bucket.dtype,
+                    device=self._params[bucket.slots[0].param].device,
                 )
-            buffer = self._buffers[bucket.index]
             for slot in bucket.slots:
                 param = local_part(self._params[slot.param])
-                view = buffer.as_strided(param.shape, param.stride(), slot.bucket_offset)
+                view = self._buffers[bucket.index].as_strided(
+                    param.shape, param.stride(), slot.bucket_offset
+                )
                 if param.data_ptr() != view.data_ptr():
                     view.copy_(param.detach())
                     param.data = view
-        self._places = _places(self._params, self._divided)
 
+    @override
     def detach(self, params: Iterable[int]) -> None:
-        """Copy these out, so that nothing keeps the buffers alive."""
+        # Nothing must keep the buffers alive.
         for index in params:
             part = local_part(self._params[index])
             part.data = part.detach().clone()
 
-    def intact(self) -> bool:
-        """Whether every parameter still lies where `attach` put it."""
-        return self._places == _places(self._params, self._divided)
-
+    @override
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket itself."""
         return self._buffers[bucket.index]
 
+    @override
     def store(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Nothing: the parameters are views of the buffer."""
-
-
-Place = tuple[int, tuple[int, ...]]
-"""Where a parameter starts, and in which order its elements follow."""
-
-
-def _places(params: Iterable[torch.Tensor], divided: bool) -> list[Place]:
-    """Where each lies; they are asked several times a step, so who is a DTensor is asked before."""
-    parts = map(local_part, params) if divided else params
-    return [(part.data_ptr(), part.stride()) for part in parts]
+        pass
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

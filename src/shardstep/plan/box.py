@@ -1,8 +1,7 @@
 """Boxes of a tensor's shape, and the conversion of memory intervals to boxes.
 
-A piece is an interval of a parameter's elements in memory order. Files and other programs address
-tensors by shape: a chunk there is a box, with an offset and a size in each dimension. An interval
-is a sequence of a few boxes, whatever the order of the dimensions in memory.
+A piece is an interval of a parameter's elements in memory order. Files address tensors by shape: a
+chunk there is a box. An interval is a sequence of a few boxes, for any order of the dimensions.
 """
 
 from __future__ import annotations
@@ -26,13 +25,18 @@ class Box:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
-        """Return the box that covers a whole tensor."""
+        """Return the box that covers all of a tensor."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
         """The number of elements."""
         return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of the box in its tensor."""
+        return tuple(map(slice, self.offsets, self._stops()))
 
     def intersect(self, other: Box) -> Box | None:
         """Return the elements in both boxes; None if there are none."""
@@ -65,12 +69,7 @@ class Box:
 def overlap(found: Sequence[Box]) -> tuple[Box, Box] | None:
     """Return two of these boxes of one tensor that share an element; None if no two do.
 
-    Example:
-        >>> overlap([Box((0,), (3,)), Box((3,), (2,)), Box((4,), (1,))])
-        (Box(offsets=(3,), sizes=(2,)), Box(offsets=(4,), sizes=(1,)))
-
-    Raises:
-        ValueError: if the check would take very long. Boxes made from memory intervals never do.
+    Raise `ValueError` if the check would take very long. Boxes of memory intervals never do.
     """
     filled = [box for box in found if box.numel]
     if len(filled) < 2:
@@ -85,9 +84,7 @@ def overlap(found: Sequence[Box]) -> tuple[Box, Box] | None:
     compared = 0
     for box in sorted(filled, key=lambda box: box.offsets[along]):
         start = box.offsets[along]
-        open_boxes = [
-            each for each in open_boxes if each.offsets[along] + each.sizes[along] > start
-        ]
+        open_boxes = [b for b in open_boxes if b.offsets[along] + b.sizes[along] > start]
         compared += len(open_boxes)
         if compared > COMPARED_PER_BOX * (len(filled) + 100):
             raise ValueError(
@@ -105,8 +102,7 @@ def boxes(
 ) -> list[tuple[Interval, Box]]:
     """Split an interval of a dense tensor's memory into boxes, in memory order.
 
-    Each box comes with the memory interval it fills. A view of that interval with the box's sizes
-    and the tensor's strides is the box.
+    Each box comes with the memory interval it fills, of which it is a view with the same strides.
 
     Example:
         >>> [box for _, box in boxes(Interval(2, 12), (4, 4), (4, 1))]
@@ -114,13 +110,10 @@ def boxes(
     """
     # From the slowest dimension to the fastest; dimensions of size one may be anywhere.
     order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], shape[dim] == 1))
+    place = [order.index(dim) for dim in range(len(shape))]
     found = []
     for start, offsets, sizes in _cut(interval, [shape[dim] for dim in order]):
-        place = {dim: number for number, dim in enumerate(order)}
-        box = Box(
-            tuple(offsets[place[dim]] for dim in range(len(shape))),
-            tuple(sizes[place[dim]] for dim in range(len(shape))),
-        )
+        box = Box(tuple(offsets[at] for at in place), tuple(sizes[at] for at in place))
         found.append((Interval(start, start + box.numel), box))
     return found
 
@@ -132,27 +125,17 @@ def _cut(
     if math.prod(shape) == interval.numel:
         yield interval.start, (0,) * len(shape), tuple(shape)
         return
-    if not interval.numel:
-        return
     row_numel = math.prod(shape[1:])
-    first_whole = -(-interval.start // row_numel)
-    last_whole = interval.stop // row_numel
-    if first_whole > last_whole:  # within one row
-        yield from _in_row(interval, last_whole, shape)
-        return
-    yield from _in_row(Interval(interval.start, first_whole * row_numel), first_whole - 1, shape)
-    if first_whole < last_whole:
-        rows = last_whole - first_whole
-        zeros = (0,) * (len(shape) - 1)
-        yield first_whole * row_numel, (first_whole, *zeros), (rows, *shape[1:])
-    yield from _in_row(Interval(last_whole * row_numel, interval.stop), last_whole, shape)
-
-
-def _in_row(
-    interval: Interval, row: int, shape: Sequence[int]
-) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    if not interval.numel:
-        return
-    base = row * math.prod(shape[1:])
-    for start, offsets, sizes in _cut(interval.shift(-base), shape[1:]):
-        yield start + base, (row, *offsets), (1, *sizes)
+    start, stop = interval
+    while start < stop:
+        row, offset = divmod(start, row_numel)
+        rows = (stop - start) // row_numel
+        if offset or not rows:  # a part of one row
+            end = min(stop, (row + 1) * row_numel)
+            base = row * row_numel
+            for first, offsets, sizes in _cut(Interval(start - base, end - base), shape[1:]):
+                yield base + first, (row, *offsets), (1, *sizes)
+        else:
+            end = start + rows * row_numel
+            yield start, (row, *(0 for _ in shape[1:])), (rows, *shape[1:])
+        start = end

@@ -1,4 +1,4 @@
-"""The cost of a plan: bytes held and sent per rank, before anything is allocated."""
+"""The cost of a plan: bytes held and sent per rank."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ from shardstep.plan.plan import ShardPlan
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's share of a plan.
-
-    Attributes:
-        group_rank: the rank.
-        numel: trainable elements it owns and updates.
-        nbytes: bytes of those elements.
-        gather_nbytes_sent: bytes it sends in one gather of all parameters.
-        reduce_nbytes_sent: bytes it sends in one reduction of all gradients.
-    """
+    """One rank's trainable elements, and the bytes it sends to gather and reduce all buckets."""
 
     group_rank: int
     numel: int
@@ -34,13 +26,7 @@ def share(
     group_rank: int,
     wire_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
 ) -> Share:
-    """Return what `group_rank` holds and sends under `plan`.
-
-    Args:
-        plan: the placement.
-        group_rank: the rank in question.
-        wire_dtype: maps the dtype of parameters to the dtype in which their gradients travel.
-    """
+    """Return the share of `group_rank`; `wire_dtype` maps a parameter's dtype to its gradients'."""
     numel = nbytes = gathered = reduced = 0
     for bucket in plan.training_buckets:
         own = sum(piece.param_interval.numel for piece in bucket.pieces(group_rank))

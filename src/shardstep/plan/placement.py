@@ -5,16 +5,14 @@ then cut into one segment per rank:
 
 - `sliced` cuts it evenly, wherever the cuts fall. No rank exceeds the mean by one alignment unit
   per bucket or more; the last ranks may hold less.
-- `whole` first deals every parameter to a rank, over all buckets together: largest first, each to
-  the rank with the smallest load. A bucket then holds rank 0's parameters, rank 1's and so on, and
-  is cut between them. Segments differ in length, and nothing is lost to padding. A rank's load is
-  the larger of two fractions: of the bytes, and of the cost of a step.
+- `whole` first deals every parameter to a rank, over all buckets. A bucket then holds rank 0's
+  parameters, rank 1's and so on, and is cut between them.
 
-Buckets of both layouts are ordered by their first parameters. In backward, a bucket's gradients are
-complete when the gradient of its first parameter is ready.
+Buckets are ordered by their first parameters. In backward, a bucket's gradients are complete when
+the gradient of its first parameter is ready.
 
-Frozen parameters are dealt the same way, into separate buckets. These decide which rank keeps the
-state of a frozen parameter. They are never communicated and do not count in the balance.
+Frozen parameters get separate buckets, which decide the owner of their state. They are never
+communicated and do not count in the balance.
 """
 
 from __future__ import annotations
@@ -43,10 +41,7 @@ less than one percent at any world size."""
 
 
 def aligned(numel: int) -> int:
-    """Round `numel` up to whole alignment units, and to at least one.
-
-    So even an empty parameter lies in exactly one rank's segment.
-    """
+    """Round up to alignment units, at least one: even an empty parameter has one owner."""
     return max(1, -(-numel // ALIGNMENT)) * ALIGNMENT
 
 
@@ -85,13 +80,8 @@ class Piece:
 class Bucket:
     """One flat buffer of one dtype on one device, cut into a segment per rank.
 
-    Attributes:
-        index: its position in the plan, which is also the order of communication.
-        dtype: dtype of all its parameters.
-        device: as in `ParamSpec.device`.
-        slots: its parameters, by ascending offset.
-        cuts: `world_size + 1` ascending bucket offsets; a `range` when they are even.
-        frozen: True if its parameters do not train; it is then never communicated.
+    Buckets are communicated in the order of `index`; frozen ones are not. `cuts` are
+    `world_size + 1` ascending offsets, a `range` if they are even.
     """
 
     index: int
@@ -144,7 +134,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class _Draft:
-    """A bucket that is still being filled."""
+    """A bucket before it is cut."""
 
     dtype: torch.dtype
     device: str
@@ -173,69 +163,46 @@ def _form(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> lis
     return sorted(drafts, key=lambda draft: draft.frozen)
 
 
-def _lay(specs: Sequence[ParamSpec], params: Sequence[int], start: int = 0) -> Iterator[Slot]:
-    """Lay parameters back to back, each starting at an alignment unit."""
-    for param in params:
-        yield Slot(param, start, specs[param].numel)
-        start += aligned(specs[param].numel)
-
-
 def place(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Place parameters in buckets and cut the buckets, each parameter in its own layout."""
+    """Place parameters in buckets, and cut the buckets by the layout of their parameters."""
     owner = _deal(specs, world_size)
     buckets = []
     for index, draft in enumerate(_form(specs, world_size, bucket_bytes)):
-        slots: tuple[Slot, ...]
-        cuts: Sequence[int]
-        if draft.layout == "sliced":
-            step = aligned(-(-draft.numel // world_size))
-            slots, cuts = tuple(_lay(specs, draft.params)), range(0, step * world_size + 1, step)
-        else:
-            slots, cuts = _cut_between(specs, draft, world_size, owner)
-        buckets.append(Bucket(index, draft.dtype, draft.device, slots, cuts, draft.frozen))
+        hands = [draft.params]
+        if draft.layout == "whole":
+            hands = [[] for _ in range(world_size)]
+            for param in draft.params:
+                hands[owner[param]].append(param)
+        slots: list[Slot] = []
+        cuts = [0]
+        for hand in hands:
+            end = cuts[-1]
+            for param in hand:
+                slots.append(Slot(param, end, specs[param].numel))
+                end = slots[-1].footprint.stop
+            cuts.append(end)
+        step = aligned(-(-draft.numel // world_size))
+        even = range(0, step * world_size + 1, step)
+        bounds = even if draft.layout == "sliced" else tuple(cuts)
+        buckets.append(Bucket(index, draft.dtype, draft.device, tuple(slots), bounds, draft.frozen))
     return tuple(buckets)
 
 
-def _cut_between(
-    specs: Sequence[ParamSpec], draft: _Draft, world_size: int, owner: dict[int, int]
-) -> tuple[tuple[Slot, ...], Sequence[int]]:
-    """Lay each rank's parameters side by side, and cut between ranks."""
-    held: list[list[int]] = [[] for _ in range(world_size)]
-    for param in draft.params:
-        held[owner[param]].append(param)
-    slots: list[Slot] = []
-    cuts = [0]
-    for params in held:
-        slots.extend(_lay(specs, params, cuts[-1]))
-        cuts.append(slots[-1].footprint.stop if params else cuts[-1])
-    return tuple(slots), tuple(cuts)
-
-
 def _deal(specs: Sequence[ParamSpec], world_size: int) -> dict[int, int]:
-    """Assign each `whole` parameter to a rank.
+    """Assign each `whole` parameter to a rank, the largest first, trainable and frozen separately.
 
-    The largest parameter comes first, and goes to the rank with the smallest load after it. A
-    parameter's weight is the larger of two fractions: of all bytes, and of the whole cost. So is a
-    rank's load. So no rank has more than twice the mean plus one parameter, in bytes and in cost.
-    If the cost is the bytes, no rank has more than the mean plus one parameter.
-
-    Trainable and frozen parameters are dealt separately, so that frozen ones do not affect the
-    balance of the training work.
+    A parameter's weight is the larger of two fractions: of all bytes, and of the whole cost. So is
+    a rank's load. No rank gets more than twice the mean plus one parameter, in bytes and in cost.
+    If the cost is the bytes, no rank gets more than the mean plus one parameter.
     """
     owner: dict[int, int] = {}
     for trainable in (True, False):
-        hand = [
-            index
-            for index, spec in enumerate(specs)
-            if spec.trainable is trainable and spec.layout == "whole"
-        ]
+        hand = [n for n, s in enumerate(specs) if s.trainable is trainable and s.layout == "whole"]
         costs = {index: specs[index].cost or specs[index].nbytes for index in hand}
         all_bytes = sum(specs[index].nbytes for index in hand)
         all_cost = sum(costs.values())
         # Fractions of the total, over the common denominator `all_bytes * all_cost`.
-        weights = {
-            index: (specs[index].nbytes * all_cost, costs[index] * all_bytes) for index in hand
-        }
+        weights = {n: (specs[n].nbytes * all_cost, costs[n] * all_bytes) for n in hand}
         # Ties go to the first parameter and the lowest rank, so all ranks deal the same way.
         hand.sort(key=lambda index: (-max(weights[index]), -sum(weights[index]), index))
         loads = [(0, group_rank, (0, 0)) for group_rank in range(world_size)]

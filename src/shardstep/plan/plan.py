@@ -19,10 +19,7 @@ MAX_BUCKET_BYTES = 25 * 2**20
 
 
 def default_bucket_bytes(specs: Sequence[ParamSpec]) -> int:
-    """Return a sixteenth of the trainable bytes, within bounds.
-
-    That makes enough buckets to overlap one with another, each large enough for a collective.
-    """
+    """Return a sixteenth of the trainable bytes, within bounds, so that buckets can overlap."""
     trainable = sum(spec.nbytes for spec in specs if spec.trainable)
     return min(max(trainable // 16, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
 
@@ -31,9 +28,7 @@ def default_bucket_bytes(specs: Sequence[ParamSpec]) -> int:
 class ShardPlan:
     """The position of every parameter in the buckets, and every rank's share of them.
 
-    A plan is integers only, without tensors or a process group. A laptop can make one for 4,096
-    ranks. Make one with `ShardPlan.make`. The constructor checks that every element of every
-    parameter has exactly one owner.
+    Made with `ShardPlan.make`. The constructor checks that every element has exactly one owner.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -48,13 +43,7 @@ class ShardPlan:
         layout: Layout | None = None,
         bucket_bytes: int | None = None,
     ) -> ShardPlan:
-        """Place `specs` for `world_size` ranks.
-
-        Args:
-            specs: the parameters.
-            world_size: the number of ranks.
-            layout: the layout of all parameters; None takes the layout of each spec.
-            bucket_bytes: a bucket is full at this size; None for the default size.
+        """Place `specs` for `world_size` ranks, in each spec's layout if `layout` is None.
 
         Example:
             >>> plan = ShardPlan.make([ParamSpec.of("weight", (1000, 300))], world_size=4)
@@ -115,11 +104,8 @@ class ShardPlan:
 
     def numel(self, group_rank: int) -> int:
         """Return the number of trainable elements that `group_rank` owns."""
-        return sum(
-            piece.param_interval.numel
-            for bucket in self.training_buckets
-            for piece in bucket.pieces(group_rank)
-        )
+        pieces = (piece for bucket in self.training_buckets for piece in bucket.pieces(group_rank))
+        return sum(piece.param_interval.numel for piece in pieces)
 
     @cached_property
     def layout(self) -> str:
@@ -154,13 +140,12 @@ class ShardPlan:
             f"elements per rank: mean {mean:,.0f}, most {max(held):,} "
             f"({max(held) / mean if mean else 1:.3f} × mean), least {min(held):,}",
         ]
-        for bucket in self.buckets:
-            state = "frozen" if bucket.frozen else "trained"
-            lines.append(
-                f"bucket {bucket.index}: {bucket.numel:,} × {bucket.dtype} on {bucket.device}, "
-                f"{len(bucket.slots)} parameters, {state}"
-            )
-        return "\n".join(lines)
+        buckets = [
+            f"bucket {bucket.index}: {bucket.numel:,} × {bucket.dtype} on {bucket.device}, "
+            f"{len(bucket.slots)} parameters, {'frozen' if bucket.frozen else 'trained'}"
+            for bucket in self.buckets
+        ]
+        return "\n".join([*lines, *buckets])
 
 
 def _require(holds: bool, otherwise: str) -> None:

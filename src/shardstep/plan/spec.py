@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from shardstep.plan.interval import Interval
+
 Layout = Literal["sliced", "whole"]
 
 
@@ -16,18 +18,11 @@ class ParamSpec:
     """A description of one parameter, equal on every rank.
 
     Attributes:
-        name: the user's name for it, or `"param 3"` by its position in the optimizer.
-        shape: its logical shape.
-        stride: its strides. Plans number elements in memory order. Two ranks with different memory
-            formats of one parameter would exchange garbage.
-        dtype: its dtype.
+        stride: compared between ranks, since plans number elements in memory order.
         device: device type and ordinal of first appearance, such as `"cuda#1"`. Ranks use different
             device indices for the same role, so the index itself cannot be compared.
-        group: index of its parameter group.
-        trainable: True if it takes part in the balance and in communication.
-        layout: `"sliced"` if it may be cut anywhere, `"whole"` if it may not be cut.
-        cost: cost of a step on all of it, for example in operations; balances `whole` parameters.
-            0 if unknown; its bytes count then.
+        cost: cost of a step on all of it, which balances `whole` parameters. 0 if unknown; its
+            bytes count then.
     """
 
     name: str
@@ -44,6 +39,11 @@ class ParamSpec:
     def numel(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def whole(self) -> Interval:
+        """The interval of all its elements."""
+        return Interval(0, self.numel)
 
     @property
     def nbytes(self) -> int:

@@ -24,9 +24,8 @@ class Copy:
 def transfers(held: Sequence[Holding], wanted: Sequence[Holding]) -> Iterator[Copy]:
     """Yield the copies that give every rank the elements it wants.
 
-    Both sequences are indexed by group rank. Copies are ordered by source, then target, then
-    parameter. In this order blocking sends and receives cannot deadlock. If several ranks hold an
-    element, the lowest of them sends it.
+    Both sequences are indexed by group rank. Copies are ordered by source, target and parameter, so
+    blocking sends and receives cannot deadlock. The lowest rank that holds an element sends it.
     """
     owners: dict[int, list[tuple[Interval, int]]] = {}
     for source, holding in enumerate(held):

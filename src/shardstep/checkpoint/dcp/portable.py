@@ -2,7 +2,7 @@
 
 DCP does not support keys that are no strings, tensors in tuples, which it would pickle, and tensor
 subclasses. All three become dicts with string keys. The loading side restores them from the
-structure of its own state. A value that does not exist yet becomes None, as
+structure of the state there. A value that does not exist yet becomes None, as
 Note [State before the first step] in `stateful.py` explains.
 
 A list is saved with its length: DCP reads only the entries that the loading side has.

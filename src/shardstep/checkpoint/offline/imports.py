@@ -302,7 +302,7 @@ def _save_optimizer(
         raise CheckpointError(
             f"the optimizer's state dict has state for {list(global_state)[:5]}, which no group has"
         )
-    beside = {key: value for key, value in state_dict.items() if key not in KNOWN_KEYS}
+    extra_entries = {key: value for key, value in state_dict.items() if key not in KNOWN_KEYS}
     return SavedOptimizer(
         _full_class_name(optimizer_class),
         positional,
@@ -310,7 +310,7 @@ def _save_optimizer(
         params=tuple(params),
         groups=tuple(saved_groups),
         global_state=files.add_value("state", global_state),
-        extra_entries=files.add_value("beside", beside),
+        extra_entries=files.add_value("beside", extra_entries),
         rounding_step=rounded,
     )
 

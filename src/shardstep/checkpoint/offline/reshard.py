@@ -172,8 +172,8 @@ def _spec(param: SavedParam) -> ParamSpec:
     If the parameter has another format, ranks read their elements from several files.
     """
     found = leaves(param.state.node) if param.state is not None else []
-    alike = [leaf for leaf, each in zip(found, param.per_element, strict=True) if each]
-    stride = alike[0].stride if alike else contiguous(param.shape)
+    per_element = [leaf for leaf, each in zip(found, param.per_element, strict=True) if each]
+    stride = per_element[0].stride if per_element else contiguous(param.shape)
     return ParamSpec(
         param.name, param.shape, stride, param.dtype, "cpu#0", group=0, trainable=param.trainable
     )
