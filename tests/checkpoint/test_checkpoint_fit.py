@@ -400,6 +400,6 @@ def test_arguments_of_another_kind_are_named(tmp_path: Path) -> None:
             given(path, model, opt)
         with pytest.raises(TypeError, match=r"model has to be .*, not a OrderedDict"):
             given(path if given is not ckpt.load else tmp_path / "before", opt, state)
-    with pytest.raises(TypeError, match=r"there is no checkpoint .*latest\(\)"):
+    with pytest.raises(TypeError, match=r"path is None: latest\(\)"):
         ckpt.load(nowhere, opt, model)
     assert not path.exists()

@@ -6,7 +6,7 @@ import heapq
 import json
 import platform
 from collections.abc import Container, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,14 +21,9 @@ HF_INDEX = "model.safetensors.index.json"
 
 
 class FileLayout:
-    """The files of a checkpoint. Every process names all of them, and fills those it writes.
+    """The files of a checkpoint. Every process names all of them.
 
-    Args:
-        world_size: number of ranks that write files.
-        own_ranks: the ranks whose files this process writes.
-
-    Attributes:
-        own_files: the tensors in each file that this process writes.
+    It fills `own_files`, the files of `own_ranks`, which it writes.
     """
 
     def __init__(self, world_size: int, own_ranks: Container[int]) -> None:
@@ -80,11 +75,7 @@ def state_key(param: int, number: int, name: str, leaf: Leaf, box: Box) -> str:
 
 
 def holders_of(held: Sequence[Holding]) -> dict[int, list[int]]:
-    """Return the ranks that hold a part of each parameter.
-
-    Args:
-        held: the intervals that each rank holds.
-    """
+    """Return the ranks that hold a part of each parameter."""
     holders: dict[int, list[int]] = {}
     for rank, holding in enumerate(held):
         for param in holding:
@@ -92,21 +83,12 @@ def holders_of(held: Sequence[Holding]) -> dict[int, list[int]]:
     return holders
 
 
-class _Sized(Protocol):
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-
-
 def assign_owners(
-    tensors: Mapping[str, _Sized], of_rank_0: Container[str], world_size: int
+    tensors: Mapping[str, Source | Stored], of_rank_0: Container[str], world_size: int
 ) -> dict[str, int]:
-    """Return which rank writes or reads each replicated tensor, balanced by bytes.
+    """Return the rank that writes or reads each replicated tensor, balanced by bytes.
 
-    Args:
-        tensors: the tensors, which every rank has.
-        of_rank_0: names of tensors that may differ between ranks. Rank 0 owns these.
-        world_size: number of ranks.
+    Rank 0 owns the tensors in `of_rank_0`, which may differ between ranks.
     """
     loads = [(0, rank) for rank in range(world_size)]
     owner = {}

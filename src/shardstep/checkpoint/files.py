@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.errors import CheckpointError, require
 
 MAX_JSON_NBYTES = 128 * 2**20
 
@@ -62,17 +62,11 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def open_plain(path: Path) -> FileIO:
-    """Open a regular file for reading: no link, pipe or device.
-
-    Raises:
-        CheckpointError: if there is no regular file at `path`.
-    """
+    """Open a regular file for reading: no link, pipe or device."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be opened as a plain file ({error.strerror})"
-        ) from error
+        raise CheckpointError(f"{path}: is no plain file to open ({error.strerror})") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path}: is not a plain file")
@@ -80,11 +74,7 @@ def open_plain(path: Path) -> FileIO:
 
 
 def digest_of(path: Path, progress: Progress = no_progress) -> Digest:
-    """Read a whole file and return its digest.
-
-    Raises:
-        CheckpointError: if it cannot be read.
-    """
+    """Read a whole file and return its digest."""
     digest = hashlib.sha256()
     nbytes = 0
     buffer = memoryview(bytearray(4 * 2**20))
@@ -97,21 +87,15 @@ def digest_of(path: Path, progress: Progress = no_progress) -> Digest:
 
 
 def check_file(file: Path, expected: Digest, progress: Progress = no_progress) -> None:
-    """Compare a file with its digest.
-
-    Raises:
-        CheckpointError: if it is missing, of another length, or changed.
-    """
+    """Raise `CheckpointError` if a file is missing, of another length, or changed."""
     nbytes = length_of(file)
-    if nbytes is None:
-        raise CheckpointError(f"{file}: is missing")
-    if nbytes != expected.nbytes:
-        raise CheckpointError(
-            f"{file}: is {nbytes:,} bytes long instead of {expected.nbytes:,}; it was cut short or "
-            "replaced"
-        )
-    if digest_of(file, progress) != expected:
-        raise CheckpointError(f"{file}: does not match its digest; it was changed or damaged")
+    require(nbytes is not None, f"{file}: is missing")
+    require(
+        nbytes == expected.nbytes,
+        f"{file}: is {nbytes} bytes long, not {expected.nbytes}; it was cut short or replaced",
+    )
+    intact = digest_of(file, progress) == expected
+    require(intact, f"{file}: does not match its digest; it was changed or damaged")
 
 
 def length_of(file: Path) -> int | None:
@@ -123,29 +107,19 @@ def length_of(file: Path) -> int | None:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file of bounded size.
-
-    Raises:
-        CheckpointError: if it is missing, too large, or not JSON.
-    """
+    """Parse a JSON file of bounded size."""
     with open_plain(path) as file, reading(path):
-        if os.fstat(file.fileno()).st_size > MAX_JSON_NBYTES:
-            raise CheckpointError(f"{path}: is too large to be what it should be")
+        nbytes = os.fstat(file.fileno()).st_size
+        require(nbytes <= MAX_JSON_NBYTES, f"{path}: is too large to be what it should be")
         return parse_json(file.readall(), path)
 
 
 def parse_json(text: bytes, path: Path) -> Any:
-    """Parse JSON that came from `path`.
-
-    Raises:
-        CheckpointError: if it is not JSON, or an object repeats a key.
-    """
+    """Parse JSON that came from `path`."""
     try:
         return json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: is not readable as JSON ({error}); it is damaged"
-        ) from error
+        raise CheckpointError(f"{path}: is not valid JSON ({error}); it is damaged") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.errors import CheckpointError, require
 from shardstep.checkpoint.files import Digest, check_file, read_json
 from shardstep.checkpoint.manifest import Manifest
 from shardstep.checkpoint.safetensors import MAX_HEADER_NBYTES
@@ -67,47 +67,27 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class SavedParam:
-    """One parameter of the optimizer.
-
-    Attributes:
-        name: its name.
-        shape: its logical shape.
-        dtype: its dtype.
-        trainable: whether it required a gradient.
-        state: its state, if it has any.
-        per_element: for each tensor of the state, whether it has the parameter's shape.
-    """
+    """One parameter of the optimizer."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
     state: Tree | None
-    per_element: tuple[bool, ...]
+    per_element: tuple[bool, ...]  # for each tensor of the state: it has the parameter's shape
 
 
 @dataclass(frozen=True, slots=True)
 class SavedOptimizer:
-    """The optimizer.
-
-    Attributes:
-        class_name: its class; None if unknown.
-        positional: whether parameters are known by number only.
-        stepped: whether it ever took a step.
-        params: its parameters, in order.
-        groups: the parameter names and the options of each group.
-        global_state: state that belongs to no parameter.
-        extra_entries: what else the class has in its state dict.
-        rounding_step: the number of steps that were rounded stochastically.
-    """
+    """The optimizer. Its groups are parameter names and options."""
 
     class_name: str | None
-    positional: bool
+    positional: bool  # parameters are known by number only
     stepped: bool
     params: tuple[SavedParam, ...]
     groups: tuple[tuple[tuple[str, ...], Tree], ...]
     global_state: Tree
-    extra_entries: Tree
+    extra_entries: Tree  # of the class's state dict
     rounding_step: int = 0
 
 
@@ -185,83 +165,42 @@ def own_entries(node: Node) -> list[Node]:
     return [item for key, item in node[1] if key != MASTER]
 
 
-# --------------------------------------------------------------------------------- to JSON
+# ------------------------------------------------------------------------------------ JSON
+
+_KEYS = {
+    "class_name": "class",
+    "global_state": "loose",
+    "extra_entries": "beside",
+    "rounding_step": "rounded",
+    "extra_state": "rest",
+}
+"""The keys in the file of fields that have another name here."""
 
 
 def to_json(contents: Contents) -> str:
     """Return the text of `contents.json`."""
-    optimizer, model = contents.optimizer, contents.model
-    data: dict[str, Any] = {"made_by": contents.made_by}
-    if optimizer is not None:
-        data["optimizer"] = {
-            "class": optimizer.class_name,
-            "positional": optimizer.positional,
-            "stepped": optimizer.stepped,
-            "params": [
-                {
-                    "name": param.name,
-                    "shape": list(param.shape),
-                    "dtype": name_of(param.dtype),
-                    "trainable": param.trainable,
-                    "state": None if param.state is None else _tree_to_json(param.state),
-                    "per_element": list(param.per_element),
-                }
-                for param in optimizer.params
-            ],
-            "groups": [[list(names), _tree_to_json(tree)] for names, tree in optimizer.groups],
-            "loose": _tree_to_json(optimizer.global_state),
-            "beside": _tree_to_json(optimizer.extra_entries),
-            "rounded": optimizer.rounding_step,
-        }
-    if model is not None:
-        data["model"] = {
-            "tensors": {name: _stored_to_json(stored) for name, stored in model.tensors.items()},
-            "aliases": model.aliases,
-            "rest": _tree_to_json(model.extra_state),
-        }
-    if contents.extra is not None:
-        data["extra"] = _tree_to_json(contents.extra)
-    return json.dumps(data)
+    data = {name: getattr(contents, name) for name in ("made_by", "optimizer", "model", "extra")}
+    return json.dumps({k: v for k, v in data.items() if v is not None}, default=_json_form)
 
 
-def _tree_to_json(tree: Tree) -> Any:
-    stored = {str(number): _stored_to_json(stored) for number, stored in tree.stored.items()}
-    return {"node": tree.node, "stored": stored}
-
-
-def _stored_to_json(stored: Stored) -> Any:
-    return {
-        "dtype": name_of(stored.dtype),
-        "shape": list(stored.shape),
-        "chunks": [
-            [chunk.file, chunk.key, list(chunk.box.offsets), list(chunk.box.sizes)]
-            for chunk in stored.chunks
-        ],
-    }
-
-
-# ------------------------------------------------------------------------------- from JSON
+def _json_form(value: Any) -> Any:
+    """Return a value that `json` does not know as values that it knows."""
+    if isinstance(value, torch.dtype):
+        return name_of(value)
+    if isinstance(value, Chunk):
+        return [value.file, value.key, value.box.offsets, value.box.sizes]
+    return {_KEYS.get(each.name, each.name): getattr(value, each.name) for each in fields(value)}
 
 
 def read_contents(path: Path, manifest: Manifest) -> Contents:
-    """Read and validate `contents.json`.
-
-    Raises:
-        CheckpointError: if it is damaged, or describes something impossible.
-    """
-    if CONTENTS not in manifest.files:
-        raise CheckpointError(f"{path}: its list of files lacks {CONTENTS}")
+    """Read and validate `contents.json`."""
+    require(CONTENTS in manifest.files, f"{path}: its list of files lacks {CONTENTS}")
     check_file(path / CONTENTS, manifest.files[CONTENTS])
     return _Parser(path / CONTENTS, manifest.files).contents(read_json(path / CONTENTS))
 
 
 class _Parser:
-    """A parser of contents that trusts nothing.
-
-    Args:
-        path: the file, for messages.
-        files: the files that may hold tensors.
-    """
+    """A parser of contents that trusts nothing. Only `files` may hold tensors."""
 
     def __init__(self, path: Path, files: Mapping[str, Digest]) -> None:
         self._path = path
@@ -270,33 +209,30 @@ class _Parser:
 
     def contents(self, data: Any) -> Contents:
         try:
-            optimizer, model, extra = (data.get(key) for key in ("optimizer", "model", "extra"))
-            contents = Contents(
-                None if optimizer is None else self._optimizer(optimizer),
-                None if model is None else self._model(model),
-                None if extra is None else self._tree(extra),
-                dict(data.get("made_by", {})),
-            )
-            self._check_lengths()
+            parsers: dict[str, Callable[[Any], Any]] = {
+                "optimizer": self._optimizer,
+                "model": self._model,
+                "extra": self._tree,
+            }
+            given = {key: data[key] for key in parsers if data.get(key) is not None}
+            found = {key: parsers[key](each) for key, each in given.items()}
+            contents = Contents(**found, made_by=dict(data.get("made_by", {})))
+            # A sparse file is long and takes no disk space.
+            for file, keys in self._claimed.items():
+                claimed, nbytes = sum(keys.values()), self._files[file].nbytes
+                fits = 0 <= nbytes - claimed - 8 <= MAX_HEADER_NBYTES
+                self._require(fits, f"{file} has {nbytes:,} bytes, its tensors {claimed:,}")
             return contents
         except CheckpointError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"[:300]
             raise CheckpointError(
-                f"{self._path}: does not describe a checkpoint ({reason[:300]})"
+                f"{self._path}: does not describe a checkpoint ({reason})"
             ) from error
 
     def _require(self, holds: bool, problem: str) -> None:
-        if not holds:
-            raise CheckpointError(f"{self._path}: {problem}; the checkpoint is damaged")
-
-    def _check_lengths(self) -> None:
-        """Compare files with their tensors. A sparse file is long and takes no disk space."""
-        for file, keys in self._claimed.items():
-            claimed, nbytes = sum(keys.values()), self._files[file].nbytes
-            fits = 0 <= nbytes - claimed - 8 <= MAX_HEADER_NBYTES
-            self._require(fits, f"{file} has {nbytes:,} bytes, and its tensors take {claimed:,}")
+        require(holds, f"{self._path}: {problem}; the checkpoint is damaged")
 
     def _optimizer(self, data: Any) -> SavedOptimizer:
         class_name, rounding_step = data["class"], data["rounded"]
@@ -304,12 +240,10 @@ class _Parser:
         self._require(is_counts([rounding_step]), "the number of rounded steps is not a count")
         params = tuple(self._param(each) for each in data["params"])
         groups = []
-        grouped: list[str] = []
         for names, options in data["groups"]:
-            is_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
-            self._require(is_names, "a group is not a list of parameters")
-            grouped += names
+            self._require(isinstance(names, list), "a group is not a list of parameters")
             groups.append((tuple(names), self._dict(options, {"params", "param_names"})))
+        grouped = [name for names, _ in groups for name in names]
         once = len(set(grouped)) == len(grouped) and grouped == [param.name for param in params]
         self._require(once, "its groups do not list each of its parameters once")
         global_state = self._dict(data["loose"])

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardstep.comm import Comm, connect
-from shardstep.local.multi_class import full_name
 from shardstep.params.names import names_in, strip_wrapper_prefixes, unwrapped, unwrapped_name
 
 if TYPE_CHECKING:
@@ -19,11 +18,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def comm_of(optimizer: ZeroRedundancyOptimizer | None) -> Comm:
-    """Return the ranks that save or load together.
-
-    Raises:
-        TypeError: if the optimizer is of another class.
-    """
+    """Return the ranks that save or load together."""
     from shardstep.optimizer import ZeroRedundancyOptimizer
 
     if optimizer is not None and not isinstance(optimizer, ZeroRedundancyOptimizer):
@@ -42,11 +37,6 @@ def check_model(model: object) -> None:
             f"model has to be a torch.nn.Module, not a {type(model).__name__}; pass the module, "
             "and state dicts of anything else as extra"
         )
-
-
-def class_name(optimizer: ZeroRedundancyOptimizer) -> str:
-    """Return the full name of the local optimizer's class."""
-    return full_name(type(optimizer.optim))
 
 
 def named_params(
@@ -82,13 +72,7 @@ def names_of(
 
 
 class ModelState(NamedTuple):
-    """A model's state dict, sorted.
-
-    Attributes:
-        tensors: its tensors by name.
-        aliases: further names of the same tensors.
-        extra: the other values.
-    """
+    """A model's state dict, sorted."""
 
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
@@ -96,11 +80,7 @@ class ModelState(NamedTuple):
 
 
 def split_state_dict(state_dict: Mapping[str, Any]) -> ModelState:
-    """Sort the entries of a model's state dict.
-
-    Raises:
-        TypeError: for a tensor that is not plain and dense.
-    """
+    """Sort the entries of a model's state dict."""
     state = ModelState({}, {}, {})
     places: dict[Any, str] = {}
     for name, value in state_dict.items():

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from shardstep.comm.broadcast import broadcast
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import CLASS_KEY, MultiClass
 from shardstep.params.storage import flat
-from shardstep.plan import Box, Interval, ParamSpec, boxes
+from shardstep.plan import Interval, ParamSpec, boxes
 from shardstep.state.missing_state import warn_of_missing_state
 from shardstep.state.torch_dict import install
 from shardstep.state.tree import Leaf, wrappers
@@ -105,7 +106,8 @@ def load(
             needed = _files_needed(match)[comm.group_rank :: comm.world_size]
             run_on_all_ranks(comm, what, lambda: checkpoint.verify(needed))
         if optimizer is not None:
-            with_entries = match.params_with_entries()
+            found = match.found.items()
+            with_entries = [index for index, param in found if param.state and param.state.node[1]]
             run_on_all_ranks(comm, what, lambda: optimizer.shards.give_masters(with_entries))
         loading = _Loading(match)
         run_on_all_ranks(comm, what, loading.read)
@@ -123,9 +125,7 @@ def _open_same(
     def open_it() -> str:
         check_model(model)
         if path is None:
-            raise TypeError(
-                "there is no checkpoint to load: latest() returns None if it finds none"
-            )
+            raise TypeError("path is None: latest() returns None if it finds no checkpoint")
         found.append(Checkpoint(Path(path).absolute()))
         return found[0].manifest.digest
 
@@ -140,42 +140,29 @@ def _open_same(
 def _files_needed(match: Match) -> list[str]:
     """Return the files with tensors of the parts that are loaded."""
     contents = match.checkpoint.contents
-    if match.optimizer is None and not match.reads_masters:
-        contents = replace(contents, optimizer=None)
-    if match.model is None:
-        contents = replace(contents, model=None)
+    with_optimizer = match.optimizer is not None or match.reads_masters
+    contents = replace(
+        contents,
+        optimizer=contents.optimizer if with_optimizer else None,
+        model=contents.model if match.model is not None else None,
+    )
     return sorted({chunk.file for _, stored in contents.tensors() for chunk in stored.chunks})
 
 
 @dataclass(slots=True)
 class _Loading:
-    """A load on one rank: `read` changes nothing, `install` does when all ranks have read.
-
-    Attributes:
-        match: the parts to load.
-        states: state by parameter number.
-        masters: masters by parameter number.
-        saved_masters: the parameters whose master is in the checkpoint.
-        global_state: state that belongs to no parameter.
-        extra_entries: further entries of the optimizer's state dict.
-        groups: the options of each group.
-        weights: this rank's share of the model's tensors.
-        extra_state: the model's extra state.
-        extra: the `extra` that was saved.
-    """
+    """A load on one rank: `read` changes nothing, `install` does when all ranks have read."""
 
     match: Match
-    states: dict[int, Any] = field(default_factory=dict)
+    states: dict[int, Any] = field(default_factory=dict)  # by parameter number, as all three
     masters: dict[int, torch.Tensor] = field(default_factory=dict)
     saved_masters: set[int] = field(default_factory=set)
     global_state: dict[str, Any] = field(default_factory=dict)
     extra_entries: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's share
     extra_state: dict[str, Any] = field(default_factory=dict)
     extra: Any = None
-
-    # -------------------------------------------------------------------------------- reading
 
     def read(self) -> None:
         """Read everything that this rank needs, and change nothing."""
@@ -222,13 +209,14 @@ class _Loading:
             return
         read_tensor = self.match.checkpoint.read_tensor
         first, *others = map(read_tensor, self.match.alternatives[name])
+        # As bytes: NaN does not equal itself.
+        raw = flat(first).view(torch.uint8)
         for other in others:
-            if first.dtype != other.dtype or not torch.equal(_raw(first), _raw(other)):
-                raise self.match.error(
-                    f"model tensor {name!r} is one tensor of several names here, and under these "
-                    "there are different ones there; untie it, or pass strict=False to take the "
-                    "first"
-                )
+            self.match.require(
+                first.dtype == other.dtype and torch.equal(raw, flat(other).view(torch.uint8)),
+                f"model tensor {name!r} is one tensor of several names here, and under these there "
+                "are different ones there; untie it, or pass strict=False to take the first",
+            )
 
     def _read_state(
         self, param: SavedParam, spec: ParamSpec, held: Interval, device: torch.device
@@ -237,19 +225,20 @@ class _Loading:
         assert param.state is not None
         tree, checkpoint = param.state, self.match.checkpoint
         whole = held == Interval(0, spec.numel)
-        if not whole and (kinds := wrappers(tree.node)):
-            raise self.match.error(
-                f"state of parameter {param.name!r} is a tensor of class {kinds[0]}, which cannot "
-                'be cut; construct the optimizer with layout="whole"'
-            )
+        wrapped = wrappers(tree.node)
+        self.match.require(
+            whole or not wrapped,
+            f"state of parameter {param.name!r} is a tensor of class {wrapped[:1]}, which cannot "
+            'be cut; construct the optimizer with layout="whole"',
+        )
 
         def read_leaf(number: int, leaf: Leaf) -> torch.Tensor:
             if not param.per_element[number]:
-                if not whole and leaf.shape and leaf.data is None:
-                    raise self.match.error(
-                        f"state {leaf.path!r} of parameter {param.name!r} belongs to the whole "
-                        'parameter; construct the optimizer with layout="whole"'
-                    )
+                self.match.require(
+                    whole or not leaf.shape or leaf.data is not None,
+                    f"state {leaf.path!r} of parameter {param.name!r} belongs to the whole "
+                    'parameter; construct the optimizer with layout="whole"',
+                )
                 return checkpoint.read_leaf(tree, number, leaf)
             if number not in tree.stored:
                 full = leaf.empty(device)
@@ -264,18 +253,10 @@ class _Loading:
     def _read_shard(
         self, stored: Stored, spec: ParamSpec, held: Interval, shard: torch.Tensor
     ) -> None:
-        """Fill `shard` with the elements `held` of a tensor that has the parameter's shape.
-
-        A shard of all elements has the parameter's shape and strides. Every other shard is flat.
-        """
-        if held == Interval(0, spec.numel):
-            self.match.checkpoint.read_box(stored, Box.whole(spec.shape), shard)
-            return
+        """Fill `shard` with the elements `held` of a tensor that has the parameter's shape."""
         for stretch, box in boxes(held, spec.shape, spec.stride):
             view = shard.as_strided(box.sizes, spec.stride, stretch.start - held.start)
             self.match.checkpoint.read_box(stored, box, view)
-
-    # ------------------------------------------------------------------------------ installing
 
     def install(self, what: str) -> None:
         """Install everything. Called on every rank, when all have read."""
@@ -288,13 +269,13 @@ class _Loading:
                 match.refresh_targets()
                 if match.optimizer is not None:
                     self._install_state(match.optimizer, undo)
-                for there, (name, old) in match.extra_state.items():
+                for name, (module, old) in match.extra_state.items():
                     # A module may return the object it keeps, and write to it in place.
-                    undo.append(partial(match.modules[name].set_extra_state, copy.deepcopy(old)))
-                    match.modules[name].set_extra_state(self.extra_state[there])
+                    undo.append(partial(module.set_extra_state, copy.deepcopy(old)))
+                    module.set_extra_state(self.extra_state[name])
             except Exception as error:
-                raise match.error(
-                    f"what is in it is not taken: {type(error).__name__}: {error}"
+                raise CheckpointError(
+                    f"{match.checkpoint.path}: {type(error).__name__} when it is loaded: {error}"
                 ) from error
 
         try:
@@ -307,8 +288,8 @@ class _Loading:
             raise
         saved = match.checkpoint.contents.optimizer
         if match.optimizer is not None and saved is not None:
-            match.optimizer.shards.stepped = saved.stepped
-            match.optimizer.shards.publish_options()
+            match.optimizer.shards.local.stepped = saved.stepped
+            match.optimizer.shards.local.publish_options()
         self._install_weights()
         if match.optimizer is not None and saved is not None:
             # After the weights: a master that does not round to its parameter is discarded.
@@ -323,16 +304,17 @@ class _Loading:
         parts = local.parts if isinstance(local, MultiClass) else []
         undo += [_restorer(each) for each in (local, *parts)]
         shards.sync_options()
+        numbers = count()
         groups = []
-        first = 0
         for mine, options in zip(optimizer.param_groups, self.groups, strict=True):
-            last = first + len(mine["params"])
             if not isinstance(local, MultiClass):
                 options.pop(CLASS_KEY, None)
-            groups.append({**mine, **options, "params": list(range(first, last))})
-            first = last
+            params = list(islice(numbers, len(mine["params"])))
+            groups.append({**mine, **options, "params": params})
         # Parameters that are not in the checkpoint keep their state.
-        kept = {index: state for index, state in shards.states().items() if index not in found}
+        kept = {
+            index: state for index, state in shards.local.states().items() if index not in found
+        }
         held = sorted(shards.plan.intervals(shards.comm.group_rank))
         saved = self.match.checkpoint.contents.optimizer
         wide = {index for index in held if index not in found} | self.saved_masters
@@ -345,10 +327,9 @@ class _Loading:
         """Copy the tensors that this rank has read, and broadcast them."""
         match = self.match
         with torch.no_grad():
+            for name, value in self.weights.items():
+                match.targets[name].copy_(value)
             for rank in range(match.comm.world_size):
-                if rank == match.comm.group_rank:
-                    for name, value in self.weights.items():
-                        match.targets[name].copy_(value)
                 owned = [name for name in match.weights if match.owners[name] == rank]
                 share = [_physical(match.targets[name]) for name in owned]
                 broadcast(match.comm, share, rank)
@@ -364,11 +345,6 @@ def _restorer(optimizer: Optimizer) -> Callable[[], None]:
         optimizer.param_groups[:] = groups
 
     return restore
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor: NaN does not equal itself."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _physical(tensor: torch.Tensor) -> torch.Tensor:
@@ -389,4 +365,4 @@ def _warn(match: Match) -> None:
         if present:
             # Parameters that are not in the checkpoint were named above.
             present |= set(range(len(shards.params))) - found.keys()
-        warn_of_missing_state(shards.rehearse, shards.plan, shards.comm.group_rank, present)
+        warn_of_missing_state(shards, present)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.errors import CheckpointError, require
 from shardstep.checkpoint.file_layout import assign_owners
 from shardstep.checkpoint.format import (
     SavedModel,
@@ -24,15 +24,10 @@ from shardstep.checkpoint.format import (
     master_of,
     own_entries,
 )
-from shardstep.checkpoint.inputs import (
-    EXTRA_STATE,
-    class_name,
-    named_params,
-    names_of,
-    split_state_dict,
-)
+from shardstep.checkpoint.inputs import EXTRA_STATE, named_params, names_of, split_state_dict
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.comm import Comm
+from shardstep.local.multi_class import full_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.names import names_in, shorten_list, unwrapped, unwrapped_name
 from shardstep.state.limits import STATE_NBYTES, STATE_RATIO, memory_nbytes
@@ -41,25 +36,20 @@ from shardstep.state.tree import leaves
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
 
+T = TypeVar("T")
+
+OTHER_MODEL = "this checkpoint is of another model"
+MADE_UP = (
+    "is made up by the model's state_dict(), so nothing can be written to it; load it with "
+    "model.load_state_dict(checkpoint.weights(path))"
+)
+
 
 @dataclass(slots=True)
 class Match:
     """The parts of a checkpoint that belong to an optimizer and a model, on one rank.
 
-    Attributes:
-        checkpoint, comm, optimizer, model, strict, names: the arguments of `load`.
-        missing: names that only the optimizer or the model has.
-        unexpected: names that only the checkpoint has.
-        found: the saved parameter for each parameter of the optimizer, by number.
-        without_state: those of `found` that are trainable and have no state.
-        options: for each group, its saved options; None to keep the present ones.
-        targets: the tensors of the model.
-        weights: the saved tensor for each of `targets`.
-        alternatives: all saved tensors for a target that has several names.
-        owners: the rank that reads each of `weights`.
-        modules: the modules that may have extra state, by its name.
-        extra_state: for each saved extra state, its name in the model and its present value.
-        reads_masters: whether some of `weights` are masters.
+    The first six fields are the arguments of `load`.
     """
 
     checkpoint: Checkpoint
@@ -68,45 +58,36 @@ class Match:
     model: torch.nn.Module | None
     strict: bool
     names: dict[str, str]
+    # Names that only optimizer and model have, and that only the checkpoint has.
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    # By number of a parameter, and those of them that train and have no state.
     found: dict[int, SavedParam] = field(default_factory=dict)
     without_state: list[int] = field(default_factory=list)
+    # The options of each group; None to keep the present ones.
     options: list[Tree | None] = field(default_factory=list)
+    # The model's tensors, the saved tensor for each, and all saved ones if it has several names.
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, Stored] = field(default_factory=dict)
     alternatives: dict[str, list[Stored]] = field(default_factory=dict)
-    owners: dict[str, int] = field(default_factory=dict)
-    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
-    extra_state: dict[str, tuple[str, Any]] = field(default_factory=dict)
-    reads_masters: bool = False
+    owners: dict[str, int] = field(default_factory=dict)  # the ranks that read `weights`
+    # By saved name: the module that has this extra state, and the present value.
+    extra_state: dict[str, tuple[torch.nn.Module, Any]] = field(default_factory=dict)
+    reads_masters: bool = False  # for some of `weights`
 
     def find(self) -> str:
-        """Fill the attributes.
-
-        Returns:
-            A digest of everything that is going to be read, for ranks to compare.
-
-        Raises:
-            CheckpointError: if something does not fit.
-            TypeError: for DTensors.
-        """
+        """Fill the fields. Return a digest of everything that is to be read."""
         contents = self.checkpoint.contents
         refuse_dtensors(named_params(self.optimizer, self.model), NO_OFFSETS)
         if self.optimizer is not None:
-            if contents.optimizer is None:
-                raise self.error("there is no optimizer in it")
-            self._match_optimizer(self.optimizer, contents.optimizer)
+            self._match_optimizer(self.optimizer, self.part(contents.optimizer, "optimizer"))
         if self.model is not None:
-            if contents.model is None:
-                raise self.error("there is no model in it")
-            self._match_model(unwrapped(self.model), contents.model)
-        if self.strict and (self.missing or self.unexpected):
-            raise CheckpointError(
-                f"{self.checkpoint.path} does not fit: {self.differences()}; "
-                "give names={here: there} for what is called otherwise, or strict=False to load "
-                "what fits"
-            )
+            self._match_model(unwrapped(self.model), self.part(contents.model, "model"))
+        self.require(
+            not self.strict or not (self.missing or self.unexpected),
+            f"it does not fit: {self.differences()}; give names={{here: there}} for what is called "
+            "otherwise, or strict=False to load what fits",
+        )
         self._check_memory()
         found = [(index, param.name) for index, param in self.found.items()]
         # Tensors are broadcast in memory order, so strides must agree too.
@@ -119,27 +100,27 @@ class Match:
         if self.model is not None:
             self.targets = split_state_dict(unwrapped(self.model).state_dict()).tensors
 
-    def error(self, problem: str) -> CheckpointError:
-        """Return the error for a checkpoint that does not fit."""
-        return CheckpointError(f"{self.checkpoint.path}: {problem}")
+    def require(self, fits: bool, problem: str) -> None:
+        """Raise `CheckpointError` unless the checkpoint fits."""
+        require(fits, f"{self.checkpoint.path}: {problem}")
+
+    def part(self, part: T | None, name: str) -> T:
+        """Return a part of the checkpoint, or raise if it was not saved."""
+        if part is None:
+            raise CheckpointError(f"{self.checkpoint.path}: there is no {name} in it")
+        return part
 
     def differences(self) -> str:
         """Describe what was not matched."""
-        parts = []
-        if self.missing:
-            parts.append(f"not found in the checkpoint: {shorten_list(self.missing)}")
-        if self.unexpected:
-            parts.append(f"in the checkpoint but not here: {shorten_list(self.unexpected)}")
-        return "; ".join(parts)
+        parts = {
+            "not found in the checkpoint": self.missing,
+            "in the checkpoint but not here": self.unexpected,
+        }
+        return "; ".join(f"{what}: {shorten_list(names)}" for what, names in parts.items() if names)
 
     def is_mine(self, name: str) -> bool:
         """Return whether this rank reads this tensor of the model."""
         return self.owners[name] == self.comm.group_rank
-
-    def params_with_entries(self) -> list[int]:
-        """Return the parameters that the checkpoint has state or a master for."""
-        found = self.found.items()
-        return [index for index, param in found if param.state and param.state.node[1]]
 
     def wider_weight(self, index: int) -> Stored | None:
         """Return the saved model tensor of a parameter, if it is wider than the parameter."""
@@ -154,28 +135,32 @@ class Match:
     # ------------------------------------------------------------------------- the optimizer
 
     def _match_optimizer(self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer) -> None:
-        if self.strict and saved.class_name not in (None, class_name(optimizer)):
-            raise CheckpointError(
-                f"{self.checkpoint.path} was saved from {saved.class_name}, but this optimizer is "
-                f"{class_name(optimizer)}; pass strict=False if their state means the same"
-            )
+        own_class = full_name(type(optimizer.optim))
+        self.require(
+            not self.strict or saved.class_name in (None, own_class),
+            f"it was saved from {saved.class_name}, but this optimizer is {own_class}; pass "
+            "strict=False if their state means the same",
+        )
         specs = optimizer.plan.specs
         self.found = self._match_params(optimizer, saved)
         most = STATE_NBYTES + STATE_RATIO * sum(spec.nbytes for spec in specs)
         for index, param in self.found.items():
-            if param.shape != specs[index].shape:
-                raise self.error(
-                    f"parameter {param.name!r} has shape {param.shape} there, but "
-                    f"{specs[index].shape} here; this checkpoint is of another model"
-                )
-            if specs[index].trainable and _is_empty(param.state):
+            self.require(
+                param.shape == specs[index].shape,
+                f"parameter {param.name!r} has shape {param.shape} there, but "
+                f"{specs[index].shape} here; {OTHER_MODEL}",
+            )
+            node = ["dict", []] if param.state is None else param.state.node
+            if specs[index].trainable and all(
+                item == ["value", None] for item in own_entries(node)
+            ):
                 self.without_state.append(index)
-            for leaf in [] if param.state is None else leaves(param.state.node):
-                if leaf.shape != param.shape and leaf.nbytes > most:
-                    raise self.error(
-                        f"state {leaf.path!r} of parameter {param.name!r} takes {leaf.nbytes:,} "
-                        f"bytes, too many for a parameter of shape {param.shape}"
-                    )
+            for leaf in leaves(node):
+                self.require(
+                    leaf.shape == param.shape or leaf.nbytes <= most,
+                    f"state {leaf.path!r} of parameter {param.name!r} takes {leaf.nbytes:,} bytes, "
+                    f"too many for a parameter of shape {param.shape}",
+                )
         self.options = self._match_groups(optimizer, saved)
 
     def _match_params(
@@ -185,12 +170,12 @@ class Match:
         names, positional = names_of(optimizer, self.model)
         if positional != saved.positional:
             # One side knows numbers only. They mean the same if there are equally many.
-            if len(names) != len(saved.params):
-                raise self.error(
-                    f"it has {len(saved.params)} parameters and this optimizer {len(names)}, and "
-                    "one of them knows no names; construct the optimizer from "
-                    "model.named_parameters(), or give model= when saving and loading"
-                )
+            self.require(
+                len(names) == len(saved.params),
+                f"it has {len(saved.params)} parameters and this optimizer {len(names)}, and one "
+                "of them knows no names; construct the optimizer from model.named_parameters(), "
+                "or give model= when saving and loading",
+            )
             return dict(enumerate(saved.params))
         there = {param.name: param for param in saved.params}
         wanted = {index: self.names.get(name, name) for index, name in enumerate(names)}
@@ -218,12 +203,12 @@ class Match:
             there = {group_of[self.found[index].name] for index in indices if index in self.found}
             if not there and number < len(saved.groups) and not saved.groups[number][0]:
                 there = {number}
-            if len(there) > 1 and self.strict:
-                raise self.error(
-                    f"the parameters of group {number} are in groups {sorted(there)} there, whose "
-                    "options may differ; construct the optimizer with the same groups, or pass "
-                    "strict=False to keep this one's options"
-                )
+            self.require(
+                len(there) <= 1 or not self.strict,
+                f"the parameters of group {number} are in groups {sorted(there)} there, whose "
+                "options may differ; construct the optimizer with the same groups, or pass "
+                "strict=False to keep this one's options",
+            )
             chosen.append(saved.groups[there.pop()][1] if len(there) == 1 else None)
             start = indices.stop
         return chosen
@@ -260,19 +245,13 @@ class Match:
         wanted = {name: self.names.get(name, name) for name in extra}
         self.missing += [f"model: {name}" for name in extra if wanted[name] not in there]
         self.unexpected += [f"model: {name}" for name in there - set(wanted.values())]
-        self.extra_state = {
-            wanted[name]: (name, old) for name, old in extra.items() if wanted[name] in there
-        }
-        self.modules = {
+        modules = {
             unwrapped_name(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE): module
             for name, module in model.named_modules(remove_duplicate=False)
         }
-        for name, _ in self.extra_state.values():
-            if name not in self.modules:
-                raise self.error(
-                    f"model state {name!r} is made up by the model's state_dict(), so nothing can "
-                    "be given it; load it with model.load_state_dict(checkpoint.weights(path))"
-                )
+        for name in [name for name in extra if wanted[name] in there]:
+            self.require(name in modules, f"model state {name!r} {MADE_UP}")
+            self.extra_state[wanted[name]] = modules[name], extra[name]
 
     def _master_or_weight(
         self, names: Sequence[str], wanted: torch.dtype, saved: SavedModel, stored: Stored
@@ -294,31 +273,22 @@ class Match:
 
     def _check_target(self, name: str, target: torch.Tensor, stored: Stored, own: bool) -> None:
         """Raise if copying a stored tensor to its target would fail or have no effect."""
-        shape = tuple(target.shape)
-        steps = zip(shape, target.stride(), strict=True)
-        if stored.shape != shape:
-            problem = (
-                f"has shape {stored.shape} there, but {shape} here; this checkpoint is of another "
-                "model"
-            )
-        elif not torch.can_cast(stored.dtype, target.dtype):
-            problem = (
-                f"is {stored.dtype} there, which {target.dtype} here cannot hold; this checkpoint "
-                "is of another model"
-            )
-        elif target.numel() and not own:
-            problem = (
-                "is made up by the model's state_dict(), so nothing can be written to it; load it "
-                "with model.load_state_dict(checkpoint.weights(path))"
-            )
-        elif any(not step and size > 1 for size, step in steps):
-            problem = (
-                f"has elements that share memory (stride {target.stride()}), and cannot be written "
-                "to; clone it where the model is made"
-            )
-        else:
-            return
-        raise self.error(f"model tensor {name!r} {problem}")
+        shape, tensor = tuple(target.shape), f"model tensor {name!r}"
+        self.require(
+            stored.shape == shape,
+            f"{tensor} has shape {stored.shape} there, but {shape} here; {OTHER_MODEL}",
+        )
+        self.require(
+            torch.can_cast(stored.dtype, target.dtype),
+            f"{tensor} is {stored.dtype} there, which {target.dtype} here cannot hold; "
+            f"{OTHER_MODEL}",
+        )
+        self.require(own or not target.numel(), f"{tensor} {MADE_UP}")
+        self.require(
+            all(step or size <= 1 for size, step in zip(shape, target.stride(), strict=True)),
+            f"{tensor} has elements that share memory (stride {target.stride()}), and cannot be "
+            "written to; clone it where the model is made",
+        )
 
     # ------------------------------------------------------------------------------- common
 
@@ -337,17 +307,11 @@ class Match:
                     nbytes += int(share * sum(leaf.nbytes for leaf in leaves(state.node)))
             trees += [contents.optimizer.global_state, *self.options]
         nbytes += sum(stored.nbytes for tree in trees if tree for stored in tree.stored.values())
-        if nbytes > memory_nbytes():
-            raise self.error(
-                f"rank {self.comm.group_rank} would have to read {nbytes:,} bytes of it, and has "
-                f"memory for {memory_nbytes():,}"
-            )
-
-
-def _is_empty(state: Tree | None) -> bool:
-    """Return whether a parameter's state has no entry, or only None."""
-    entries = [] if state is None else own_entries(state.node)
-    return all(item[0] == "value" and item[1] is None for item in entries)
+        self.require(
+            nbytes <= memory_nbytes(),
+            f"rank {self.comm.group_rank} would have to read {nbytes:,} bytes of it, and has "
+            f"memory for {memory_nbytes():,}",
+        )
 
 
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:

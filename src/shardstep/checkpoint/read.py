@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.errors import CheckpointError, require
 from shardstep.checkpoint.files import Progress, check_file, no_progress
-from shardstep.checkpoint.format import Chunk, Contents, Stored, Tree, read_contents
+from shardstep.checkpoint.format import Contents, Stored, Tree, read_contents
 from shardstep.checkpoint.manifest import Manifest, read_manifest
 from shardstep.checkpoint.safetensors import File, form_of
 from shardstep.plan import Box, contiguous
@@ -35,18 +38,7 @@ def _on_cpu(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> 
 class Checkpoint:
     """A checkpoint that is open for reading, in one process.
 
-    Args:
-        path: the folder.
-        allocate: allocates each tensor that is read in full.
-
-    Attributes:
-        path: the folder.
-        manifest: its files.
-        contents: the description of everything in them.
-
-    Raises:
-        CheckpointError: if it is not a complete checkpoint, or its JSON files are damaged. Files
-            with tensors are checked by `verify`, and when they are read.
+    Files with tensors are checked by `verify`, and when they are read.
     """
 
     def __init__(self, path: Path, allocate: Allocate = _on_cpu) -> None:
@@ -65,52 +57,31 @@ class Checkpoint:
         self._files.clear()
 
     def verify(self, names: list[str] | None = None, progress: Progress = no_progress) -> None:
-        """Compare these files, or all, with their digests.
-
-        Raises:
-            CheckpointError: naming the first that differs.
-        """
+        """Compare these files, or all, with their digests."""
         for name in sorted(self.manifest.files) if names is None else names:
             check_file(self.path / name, self.manifest.files[name], progress)
 
     def check_chunks(self) -> None:
-        """Compare the headers of all files with the contents.
-
-        Raises:
-            CheckpointError: naming the first chunk that is missing or of another form.
-        """
+        """Compare the headers of all files with the contents."""
         for what, stored in self.contents.tensors():
             for chunk in stored.chunks:
                 where = f"{self.path / chunk.file}: chunk {chunk.key!r} of {what}"
                 entry = self._file(chunk.file).entries.get(chunk.key)
-                if entry is None:
-                    raise CheckpointError(
-                        f"{where} is missing; the file belongs to another checkpoint"
-                    )
-                if (entry.dtype, entry.shape) != form_of(stored.dtype, chunk.box.sizes):
-                    raise CheckpointError(
-                        f"{where} is {entry.dtype} of shape {entry.shape} there, but should be "
-                        f"{stored.dtype} of shape {chunk.box.sizes}; the file belongs to another "
-                        "checkpoint"
-                    )
+                form = None if entry is None else (entry.dtype, entry.shape)
+                found = "missing" if form is None else "{} of shape {} there".format(*form)
+                require(
+                    form == form_of(stored.dtype, chunk.box.sizes),
+                    f"{where} is {found}, but should be {stored.dtype} of shape {chunk.box.sizes}; "
+                    "the file belongs to another checkpoint",
+                )
 
     def read_box(self, stored: Stored, box: Box, target: torch.Tensor) -> None:
-        """Copy a box of a tensor to `target`, which has the box's shape, and any dtype and device.
-
-        Raises:
-            CheckpointError: if it cannot be read.
-        """
-        got = 0
-        for chunk, there, here in _overlaps(stored, box):
-            into = target
-            for dim, (start, size) in enumerate(zip(here.offsets, here.sizes, strict=True)):
-                into = into.narrow(dim, start, size)
-            self._file(chunk.file).read(chunk.key, stored.dtype, chunk.box.sizes, there, into)
-            got += there.numel
-        if got != box.numel:
-            raise CheckpointError(
-                f"{self.path}: the chunks of a tensor of shape {stored.shape} overlap or leave gaps"
-            )
+        """Copy a box of a tensor to `target`, of the box's shape and any dtype and device."""
+        for chunk in stored.chunks:
+            common = chunk.box.intersect(box)
+            if common is not None:
+                into, there = target[common.within(box).slices], common.within(chunk.box)
+                self._file(chunk.file).read(chunk.key, stored.dtype, chunk.box.sizes, there, into)
 
     def read_tensor(self, stored: Stored, stride: Sequence[int] | None = None) -> torch.Tensor:
         """Read all of a tensor to the CPU. It is contiguous unless `stride` is given."""
@@ -124,8 +95,7 @@ class Checkpoint:
             tensor = self._allocate(stored.shape, stride, stored.dtype)
         except (MemoryError, RuntimeError) as error:
             raise CheckpointError(
-                f"{self.path}: there is no memory for a tensor of {stored.nbytes:,} bytes, which "
-                "it says that it has"
+                f"{self.path}: there is no memory for a tensor of {stored.nbytes:,} bytes"
             ) from error
         self.read_box(stored, Box.whole(stored.shape), tensor)
         return tensor
@@ -139,31 +109,18 @@ class Checkpoint:
     def read_value(
         self, tree: Tree, read_leaf: Callable[[int, Leaf], torch.Tensor] | None = None
     ) -> Any:
-        """Read a nested value.
-
-        Args:
-            tree: the value.
-            read_leaf: reads a tensor, given its number and form. The default reads all of it to
-                the CPU.
-        """
-        number = -1
-
-        def read(leaf: Leaf) -> torch.Tensor:
-            nonlocal number
-            number += 1
-            return (
-                self.read_leaf(tree, number, leaf) if read_leaf is None else read_leaf(number, leaf)
-            )
-
-        return decode(tree.node, read, wrap=self._wrap)
+        """Read a nested value, its tensors with `read_leaf(number, leaf)` or to the CPU."""
+        numbers = count()
+        read = partial(self.read_leaf, tree) if read_leaf is None else read_leaf
+        return decode(tree.node, lambda leaf: read(next(numbers), leaf), wrap=self._wrap)
 
     def _wrap(self, kind: str, inner: Any, context: Any, shape: Any, stride: Any) -> Any:
         """Construct a tensor subclass. A file may name only classes that are known to be safe."""
-        if kind.partition(":")[0].partition(".")[0] not in WRAPPING_PACKAGES:
-            raise CheckpointError(
-                f"{self.path}: it has a tensor of class {kind!r:.100}, which is not made from a "
-                f"file; classes of {', '.join(WRAPPING_PACKAGES)} are"
-            )
+        require(
+            re.split("[:.]", kind)[0] in WRAPPING_PACKAGES,
+            f"{self.path}: it has a tensor of class {kind!r:.100}, which is not made from a file; "
+            f"classes of {', '.join(WRAPPING_PACKAGES)} are",
+        )
         try:
             # Sharded parts are on their parameter's device already. The others follow.
             away = [part.device for part in inner.values() if part.device.type != "cpu"]
@@ -181,11 +138,3 @@ class Checkpoint:
                 self.__exit__()
             self._files[name] = self._open.enter_context(File(self.path / name))
         return self._files[name]
-
-
-def _overlaps(stored: Stored, box: Box) -> Iterator[tuple[Chunk, Box, Box]]:
-    """Yield the chunks that overlap `box`, with the common part relative to chunk and box."""
-    for chunk in stored.chunks:
-        common = chunk.box.intersect(box)
-        if common is not None:
-            yield chunk, common.within(chunk.box), common.within(box)

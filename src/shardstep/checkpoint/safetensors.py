@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.errors import CheckpointError, require
 from shardstep.checkpoint.files import (
     Digest,
     Progress,
@@ -38,7 +38,6 @@ from shardstep.state.limits import is_counts, is_sizes
 CHUNK_NBYTES = 16 * 2**20
 MAX_HEADER_NBYTES = 100 * 2**20
 THREAD_NBYTES = 2**20
-"""Smaller data is digested faster than a thread starts."""
 
 _NAMES = {
     torch.float64: "F64",
@@ -62,12 +61,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A tensor that is not in memory: the writer reads each part when it writes it.
-
-    Attributes:
-        dtype, shape: its form.
-        read: copies a box of it into a contiguous CPU tensor of the box's shape.
-    """
+    """A tensor that is not in memory: the writer reads a box of it into a buffer and writes it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -106,21 +100,7 @@ def write(
     metadata: Mapping[str, str] | None = None,
     progress: Progress = no_progress,
 ) -> Digest:
-    """Write a new file and flush it to disk.
-
-    Args:
-        path: where; nothing may exist there.
-        tensors: tensors by name. Dtypes that the format does not know are written as bytes.
-        metadata: text for the header.
-        progress: called after every chunk.
-
-    Returns:
-        The file's digest.
-
-    Raises:
-        OSError: if it could not be written. An incomplete file may remain.
-        ValueError: if the format cannot hold the tensors.
-    """
+    """Write a new file and flush it to disk. Dtypes unknown to the format are written as bytes."""
     if "__metadata__" in tensors:
         raise ValueError("a tensor cannot be called '__metadata__' in a safetensors file")
     # Widest dtype first, so that each tensor starts at a multiple of its element size.
@@ -140,8 +120,8 @@ def write(
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_NBYTES:
         raise ValueError(
-            f"{path} would have a header of {len(text):,} bytes, more than is read: {len(order):,} "
-            "tensors are too many for one file"
+            f"{path} would have a header of {len(text):,} bytes: {len(order):,} tensors are too "
+            "many for one file"
         )
     digest = hashlib.sha256()
     with writing(path), open(path, "xb", buffering=0) as file:
@@ -159,34 +139,28 @@ def _write_and_digest(file: FileIO, data: memoryview, update: Callable[[memoryvi
     """Write and digest all of `data` at the same time: both release the GIL."""
     # Not an executor: those refuse work at interpreter exit, and a background save may outlive
     # the main thread.
-    hasher = threading.Thread(target=update, args=(data,)) if len(data) > THREAD_NBYTES else None
-    if hasher is None:
-        update(data)
-    else:
-        hasher.start()
+    hasher = threading.Thread(target=update, args=(data,))
+    # Smaller data is digested faster than a thread starts.
+    (hasher.start if len(data) > THREAD_NBYTES else hasher.run)()
     try:
         written = 0
         while written < len(data):
             written += file.write(data[written:])
     finally:
         # Even on an error: the caller frees the memory.
-        if hasher is not None:
+        if hasher.ident is not None:
             hasher.join()
 
 
-def _chunks(tensor: Source) -> Iterator[torch.Tensor]:
+def _chunks(source: Source) -> Iterator[torch.Tensor]:
     """Yield the bytes of a tensor in C order, as contiguous CPU tensors."""
-    if isinstance(tensor, Streamed):
-        yield from _streamed_chunks(tensor)
+    if isinstance(source, torch.Tensor):
+        tensor = source.detach().resolve_conj().resolve_neg()
+        raw = flat(tensor.contiguous()).view(torch.uint8)
+        for start in range(0, raw.nbytes, CHUNK_NBYTES):
+            yield raw[start : start + CHUNK_NBYTES].cpu()
         return
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    raw = flat(tensor.contiguous()).view(torch.uint8)
-    for start in range(0, raw.nbytes, CHUNK_NBYTES):
-        yield raw[start : start + CHUNK_NBYTES].cpu()
-
-
-def _streamed_chunks(source: Streamed) -> Iterator[torch.Tensor]:
-    """Yield the elements of a streamed tensor. All chunks share one buffer."""
+    # All chunks of a streamed tensor share one buffer.
     total = math.prod(source.shape)
     at_once = max(1, CHUNK_NBYTES // source.itemsize)
     buffer = torch.empty(min(total, at_once), dtype=source.dtype, device="cpu")
@@ -208,24 +182,13 @@ class Entry:
 
 
 class File:
-    """A safetensors file that is open for reading and has a valid header.
-
-    Args:
-        path: the file.
-
-    Attributes:
-        entries: its tensors by name.
-        metadata: the text in its header.
-
-    Raises:
-        CheckpointError: if it is missing, not a plain file, or has no valid header.
-    """
+    """A safetensors file that is open for reading and has a valid header."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = open_plain(path)
         try:
-            self.entries, self.metadata = self._read_header()
+            self.entries = self._read_header()
         except BaseException:
             self._file.close()
             raise
@@ -236,78 +199,56 @@ class File:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
+    def _read_header(self) -> dict[str, Entry]:
         size = os.fstat(self._file.fileno()).st_size
         with reading(self._path):
             length = int.from_bytes(self._file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_NBYTES):
-                raise self._bad(f"its header cannot be {length:,} bytes long in a file of {size:,}")
-            text = self._file.read(length)
-        header = parse_json(text, self._path)
-        if not isinstance(header, dict):
-            raise self._bad("its header is not a JSON object")
+            possible = size >= 8 and length <= min(size - 8, MAX_HEADER_NBYTES)
+            self._require(possible, f"it has {size:,} bytes, but a header of {length:,}")
+            header = parse_json(self._file.read(length), self._path)
+        self._require(isinstance(header, dict), "its header is not a JSON object")
         metadata = header.pop("__metadata__", {})
         texts = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
-        if not texts:
-            raise self._bad("the metadata in its header is not text")
-        entries = {name: self._entry(name, item, 8 + length) for name, item in header.items()}
+        self._require(texts, "the metadata in its header is not text")
         end = 8 + length
-        for name, entry in sorted(
-            entries.items(), key=lambda each: (each[1].start, each[1].nbytes)
-        ):
-            if entry.start != end:
-                raise self._bad(f"tensor {name!r} does not begin where the one before it ends")
+        entries = {name: self._entry(name, item, end) for name, item in header.items()}
+        for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.nbytes)):
+            self._require(entry.start == end, f"no tensor begins at byte {end:,}")
             end += entry.nbytes
-        if end != size:
-            raise self._bad(f"it is {size:,} bytes long, but its tensors end at {end:,}")
-        return entries, metadata
+        self._require(end == size, f"it is {size:,} bytes long, but its tensors end at {end:,}")
+        return entries
 
     def _entry(self, name: str, item: Any, base: int) -> Entry:
         try:
             dtype, shape = _DTYPES[item["dtype"]], item["shape"]
             start, stop = item["data_offsets"]
         except (TypeError, KeyError, ValueError) as error:
-            raise self._bad(f"tensor {name!r} has an invalid header entry") from error
-        if not (is_sizes(shape) and is_counts([start, stop]) and start <= stop):
-            raise self._bad(f"tensor {name!r} has impossible sizes")
-        if math.prod(shape) * dtype.itemsize != stop - start:
-            raise self._bad(f"tensor {name!r} does not take the bytes that its shape needs")
+            raise CheckpointError(
+                f"{self._path}: tensor {name!r} has an invalid header entry; the file is damaged"
+            ) from error
+        possible = is_sizes(shape) and is_counts([start, stop])
+        self._require(possible, f"tensor {name!r} has impossible sizes")
+        fits = math.prod(shape) * dtype.itemsize == stop - start
+        self._require(fits, f"tensor {name!r} does not take the bytes that its shape needs")
         return Entry(dtype, tuple(shape), base + start, stop - start)
 
-    def _bad(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {what}; the file is damaged or not safetensors")
+    def _require(self, holds: bool, problem: str) -> None:
+        require(holds, f"{self._path}: {problem}; the file is damaged or not safetensors")
 
     def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
-        """Return the entry of a tensor.
-
-        Raises:
-            CheckpointError: if it is missing, or has other bytes than the form needs.
-        """
+        """Return the entry of a tensor, or raise if the file has none of this form."""
         entry = self.entries.get(name)
-        if entry is None:
-            raise CheckpointError(f"{self._path}: there is no tensor {name!r}; the file is damaged")
-        if math.prod(shape) * dtype.itemsize != entry.nbytes:
+        if entry is None or math.prod(shape) * dtype.itemsize != entry.nbytes:
             raise CheckpointError(
-                f"{self._path}: tensor {name!r} has {entry.nbytes:,} bytes, which is not {dtype} "
-                f"of shape {tuple(shape)}"
+                f"{self._path}: there is no tensor {name!r} of {dtype} and shape {tuple(shape)}; "
+                "the file is damaged"
             )
         return entry
 
     def read(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], part: Box, target: torch.Tensor
     ) -> None:
-        """Copy a part of a tensor into `target`, one bounded chunk at a time.
-
-        Args:
-            name: the tensor's name.
-            dtype: the dtype of its bytes.
-            shape: its shape.
-            part: the box to copy.
-            target: a tensor of the box's shape, on any device and of any dtype.
-
-        Raises:
-            CheckpointError: if the file has no such tensor, or cannot be read.
-        """
+        """Copy a part of a tensor into `target`, one bounded chunk at a time."""
         entry = self.check(name, dtype, shape)
         if part.numel:
             self._read_rows(entry.start, dtype, tuple(shape), part, target)
@@ -317,7 +258,7 @@ class File:
     ) -> None:
         """Read a part row by row. Recurse into rows that are too large to read at once."""
         if not shape:
-            self._fetch(start, target.view(1), dtype, [1])
+            self._fetch(start, target, dtype)
             return
         row_nbytes = math.prod(shape[1:]) * dtype.itemsize
         first, count = part.offsets[0], part.sizes[0]
@@ -335,27 +276,20 @@ class File:
             rows = min(at_once, count - row)
             offset = start + (first + row) * row_nbytes
             into = target[row : row + rows]
-            if not partial:
-                self._fetch(offset, into, dtype, [rows, *shape[1:]])
-                continue
-            slab = torch.empty([rows, *shape[1:]], dtype=dtype, device="cpu")
-            self._fetch(offset, slab, dtype, list(slab.shape))
-            for dim, (begin, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True), 1):
-                slab = slab.narrow(dim, begin, size)
-            into.copy_(slab)
+            slab = torch.empty(rows, *shape[1:], dtype=dtype, device="cpu") if partial else into
+            self._fetch(offset, slab, dtype)
+            if partial:
+                into.copy_(slab[(slice(None), *inner.slices)])
 
-    def _fetch(
-        self, offset: int, target: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]
-    ) -> None:
+    def _fetch(self, offset: int, target: torch.Tensor, dtype: torch.dtype) -> None:
         """Read contiguous bytes into `target`, directly if it has their form."""
         direct = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
-        into = target if direct else torch.empty(shape, dtype=dtype, device="cpu")
+        into = target if direct else torch.empty(target.shape, dtype=dtype, device="cpu")
         buffer, done = raw_bytes(into), 0
         while done < len(buffer):
             with reading(self._path):
                 got = os.preadv(self._file.fileno(), [buffer[done:]], offset + done)
-            if not got:
-                raise CheckpointError(f"{self._path}: the file ended while it was being read")
+            require(got > 0, f"{self._path}: the file ended while it was being read")
             done += got
         if into is not target:
             target.copy_(into)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 import weakref
@@ -36,15 +35,12 @@ ALIGNMENT_NBYTES = 64
 class AsyncSave:
     """A save that runs in the background.
 
-    Args:
-        comm: the ranks, on connections that only this save uses.
-        job: the files to write, from memory that only this save uses.
-
     Attributes:
         path: where the checkpoint will be.
     """
 
     def __init__(self, comm: Comm, job: SaveJob) -> None:
+        # Only this save uses these connections, and the memory of these files.
         self.path = job.path
         self._error: BaseException | None = None
         # Not a daemon: the program ends only after the save.
@@ -111,35 +107,29 @@ class AsyncSaveState:
 
     def copy(self, job: SaveJob) -> SaveJob:
         """Return the job with copies of its tensors, in memory that the next save reuses."""
-        tensors = [_tensor(source) for file in job.files.values() for source in file.values()]
-        total = sum(_aligned_nbytes(tensor) for tensor in tensors)
-        on_device = any(tensor.device.type != "cpu" for tensor in tensors)
-        if self._memory is None or self._memory.numel() < total:
+        sources = [source for file in job.files.values() for source in file.values()]
+        sizes = [-(-each.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for each in sources]
+        devices = {each.device for each in sources if isinstance(each, torch.Tensor)}
+        devices.discard(torch.device("cpu"))
+        if self._memory is None or self._memory.numel() < sum(sizes):
             self._memory = None  # free the old one first
-            self._memory = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=on_device)
-        files: dict[str, dict[str, Source]] = {}
-        start = 0
-        for name, file in job.files.items():
-            files[name] = {}
-            for key, source in file.items():
-                tensor = _tensor(source)
-                place = self._memory[start : start + tensor.nbytes].view(tensor.dtype)
-                files[name][key] = place.view(tensor.shape).copy_(
-                    tensor.detach(), non_blocking=True
-                )
-                start += _aligned_nbytes(tensor)
-        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+            self._memory = torch.empty(
+                sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=bool(devices)
+            )
+        places = iter(torch.split(self._memory[: sum(sizes)], sizes))
+
+        def copied(source: Source) -> Source:
+            assert isinstance(source, torch.Tensor)  # a save streams nothing
+            place = next(places)[: source.nbytes].view(source.dtype).view(source.shape)
+            return place.copy_(source.detach(), non_blocking=True)
+
+        files = {
+            name: {key: copied(source) for key, source in file.items()}
+            for name, file in job.files.items()
+        }
+        for device in devices:
             torch.get_device_module(device).current_stream(device).synchronize()
         return replace(job, files=files)
-
-
-def _tensor(source: Source) -> torch.Tensor:
-    assert isinstance(source, torch.Tensor)  # a save streams nothing
-    return source
-
-
-def _aligned_nbytes(tensor: torch.Tensor) -> int:
-    return math.ceil(tensor.nbytes / ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
 
 
 _states: weakref.WeakKeyDictionary[Any, AsyncSaveState] = weakref.WeakKeyDictionary()

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.errors import CheckpointError, require
 from shardstep.checkpoint.files import Digest, length_of, sync_folder
 from shardstep.checkpoint.manifest import FILE_NAME, MANIFEST, read_manifest, write_manifest
 
@@ -32,20 +32,7 @@ _HIDDEN = re.compile(r"\..+\.(?:saving|removing)")
 
 
 class Staging:
-    """A folder that is being written, on the rank that creates it.
-
-    Args:
-        path: where the checkpoint is to be.
-
-    Attributes:
-        path: the hidden folder.
-
-    Raises:
-        FileExistsError: if there is something at `path` already.
-        BlockingIOError: if a save to `path` is under way.
-        OSError: if the folder cannot be created.
-        ValueError: if the name of `path` begins with a dot.
-    """
+    """The hidden folder for a checkpoint at `path`, on the rank that creates it."""
 
     def __init__(self, path: Path) -> None:
         self._goal = path
@@ -76,36 +63,20 @@ class Staging:
             self._lock = lock_folder(self.path, if_unsupported=True)
 
     def commit(self, files: Mapping[str, Digest]) -> None:
-        """Turn the folder into a checkpoint.
-
-        Args:
-            files: all files that any rank has written.
-
-        Raises:
-            CheckpointError: if a file is missing or of another length.
-        """
+        """Turn the folder into a checkpoint of `files`, which any ranks have written."""
         for name, digest in files.items():
-            nbytes = length_of(self.path / name)
-            if nbytes is None:
-                raise CheckpointError(
-                    f"{self.path / name} was written by a rank but is not here: all ranks have to "
-                    "save to one folder on a file system that they share"
-                )
-            if nbytes != digest.nbytes:
-                raise CheckpointError(
-                    f"{self.path / name} is {nbytes:,} bytes long, not as written"
-                )
+            require(
+                length_of(self.path / name) == digest.nbytes,
+                f"{self.path / name} was written by a rank but is not here: all ranks have to save "
+                "to one folder on a file system that they share",
+            )
         newest = max((when for when, _ in _complete(self._goal.parent)), default=0)
         # Greater than every other here, even if the clock was set back.
         write_manifest(self.path, max(time.time_ns(), newest + 1), files)
         self.publish()
 
     def publish(self, name: str | None = None) -> None:
-        """Rename the folder, or one file in it, to the path that was asked for.
-
-        Args:
-            name: the file; None for the folder.
-        """
+        """Rename the folder, or one file in it, to the path that was asked for."""
         sync_folder(self.path)
         if os.path.lexists(self._goal):
             raise FileExistsError(f"{self._goal} was created while it was saved to")
@@ -135,9 +106,7 @@ class Staging:
 def lock_folder(folder: Path, if_unsupported: bool = False) -> int | None:
     """Return a descriptor that holds the lock on `folder`; None if it is gone or locked.
 
-    Args:
-        folder: the folder.
-        if_unsupported: whether to return a descriptor if the file system has no locks.
+    If the file system has no locks, return one only `if_unsupported`.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

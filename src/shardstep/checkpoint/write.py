@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ from shardstep.checkpoint.file_layout import (
 from shardstep.checkpoint.files import Digest, Progress, no_progress, write_text
 from shardstep.checkpoint.format import (
     MASTER,
+    Chunk,
     Contents,
     SavedModel,
     SavedOptimizer,
@@ -37,7 +40,6 @@ from shardstep.checkpoint.format import (
 )
 from shardstep.checkpoint.inputs import (
     check_model,
-    class_name,
     comm_of,
     named_params,
     names_of,
@@ -47,7 +49,7 @@ from shardstep.checkpoint.safetensors import Source, write
 from shardstep.checkpoint.staging import Staging, keep_last
 from shardstep.comm import Comm
 from shardstep.comm.consensus import run_on_all_ranks
-from shardstep.local.multi_class import extras
+from shardstep.local.multi_class import extras, full_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.names import unwrapped, unwrapped_name
 from shardstep.plan import Box, boxes
@@ -60,14 +62,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """The files that one rank has to write.
-
-    Attributes:
-        path: where the checkpoint is to be.
-        files: the tensors in each of this rank's files.
-        texts: the JSON files, on rank 0.
-        keep_last: how many of the newest checkpoints to keep; None for all.
-    """
+    """The files that one rank has to write, and the JSON texts on rank 0."""
 
     path: Path
     files: dict[str, dict[str, Source]]
@@ -88,23 +83,20 @@ def plan_save(
     """Assign everything to files. Called on every rank."""
     comm = comm_of(optimizer)
 
-    def check() -> list[Any]:
+    def check() -> str:
         if keep is not None and keep < 1:
             raise ValueError(f"keep_last has to be at least 1, not {keep}: this save is kept too")
         if optimizer is None and model is None and extra is None:
             raise ValueError("there is nothing to save: give an optimizer, a model or extra")
         check_model(model)
         refuse_dtensors(named_params(optimizer, model), NO_OFFSETS)
-        return [str(Path(path).absolute()), optimizer is not None, model is not None]
+        with_optimizer = " with an optimizer" if optimizer is not None else ""
+        with_model = " with a model" if model is not None else ""
+        return f"{Path(path).absolute()}{with_optimizer}{with_model}"
 
     given = run_on_all_ranks(comm, "saving a checkpoint", check)
-    if any(each != given[0] for each in given):
-        shown = "; ".join(
-            f"rank {rank}: {where}"
-            + (" with an optimizer" if with_optimizer else "")
-            + (" with a model" if with_model else "")
-            for rank, (where, with_optimizer, with_model) in enumerate(given)
-        )
+    if len(set(given)) > 1:
+        shown = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(given))
         raise ValueError(f"all ranks have to save the same to one path, but were given {shown}")
     files = FileLayout(comm.world_size, {comm.group_rank})
     add_optimizer = None if optimizer is None else _OptimizerWriter(files, optimizer, model)
@@ -112,42 +104,28 @@ def plan_save(
 
     def describe() -> str:
         nonlocal texts
-        contents = Contents(
-            None if add_optimizer is None else add_optimizer(),
-            None if model is None else _add_model(files, unwrapped(model)),
-            None if extra is None else files.add_value("extra", extra),
-            made_by(comm.world_size),
-        )
+        saved_optimizer = None if add_optimizer is None else add_optimizer()
+        saved_model = None if model is None else _add_model(files, unwrapped(model))
+        saved_extra = None if extra is None else files.add_value("extra", extra)
+        contents = Contents(saved_optimizer, saved_model, saved_extra, made_by(comm.world_size))
         if comm.group_rank == 0:
             texts = json_files(contents)
-        return _digest_of_layout(contents)
+        # Rank 0 describes the files of all ranks, so these must agree on places.
+        params = () if saved_optimizer is None else saved_optimizer.params
+        states = [param.state and param.state.stored for param in params]
+        tensors = saved_model and (saved_model.tensors, saved_model.aliases)
+        return hashlib.sha256(repr([states, tensors]).encode()).hexdigest()
 
-    # Rank 0 describes the files of all ranks.
     if len(set(run_on_all_ranks(comm, "saving a checkpoint", describe))) > 1:
         raise ValueError(
             f"rank {comm.group_rank}: the ranks would save different models or optimizers; build "
             "the same on all ranks"
         )
-    return SaveJob(Path(given[0][0]), files.own_files, texts, keep)
-
-
-def _digest_of_layout(contents: Contents) -> str:
-    """Return a digest of where sharded state and model tensors go, for ranks to compare."""
-    params = contents.optimizer.params if contents.optimizer is not None else ()
-    states = [param.state.stored for param in params if param.state is not None]
-    tensors = contents.model.tensors if contents.model is not None else {}
-    aliases = contents.model.aliases if contents.model is not None else {}
-    return hashlib.sha256(repr([states, tensors, aliases]).encode()).hexdigest()
+    return SaveJob(Path(path).absolute(), files.own_files, texts, keep)
 
 
 class _OptimizerWriter:
-    """An optimizer's state, on its way into files. Constructed on every rank.
-
-    Args:
-        files: the files.
-        optimizer: the optimizer.
-        model: the model that names its parameters, if given.
-    """
+    """An optimizer's state, on its way into files. Constructed on every rank."""
 
     def __init__(
         self,
@@ -158,10 +136,11 @@ class _OptimizerWriter:
         self._files = files
         self._optimizer = optimizer
         self._shards = shards = optimizer.shards
+        self._rank = shards.comm.group_rank
         shards.wait_for_params()
         self._names, self._positional = names_of(optimizer, model)
         self._held = [shards.plan.intervals(rank) for rank in range(shards.comm.world_size)]
-        own = attach_masters(shards.states(), shards.masters())
+        own = attach_masters(shards.local.states(), shards.masters())
         self._kept, self._tensors = survey(shards.comm, shards.plan.specs, self._held, own)
 
     def __call__(self) -> SavedOptimizer:
@@ -179,22 +158,21 @@ class _OptimizerWriter:
             )
             for index, spec in enumerate(shards.plan.specs)
         ]
-        groups = []
-        start = 0
-        for number, group in enumerate(self._optimizer.param_groups):
-            stop = start + len(group["params"])
-            groups.append((tuple(names[start:stop]), add_options(self._files, number, group)))
-            start = stop
-        global_state = shards.global_state()
+        unused = iter(names)
+        groups = [
+            (tuple(islice(unused, len(group["params"]))), add_options(self._files, number, group))
+            for number, group in enumerate(self._optimizer.param_groups)
+        ]
+        global_state = shards.local.global_state()
         if not all(isinstance(key, str) for key in global_state):
             raise TypeError(
                 f"the optimizer keeps state under {list(global_state)}; a checkpoint holds it "
                 "under parameters and names"
             )
         return SavedOptimizer(
-            class_name(self._optimizer),
+            full_name(type(shards.optim)),
             self._positional,
-            shards.stepped,
+            shards.local.stepped,
             tuple(params),
             tuple(groups),
             self._files.add_value("state", global_state),
@@ -207,61 +185,49 @@ class _OptimizerWriter:
         holders = holders_of(self._held)
         states: dict[int, Tree] = {}
         for param, kept in self._kept.items():
-            stored: dict[int, Stored] = {}
+            stored = {}
             for number, leaf in enumerate(kept.leaves):
-                divided = kept.shared and kept.per_element[number]
+                if kept.shared and kept.per_element[number]:
+                    chunks = [
+                        chunk
+                        for rank in holders[param]
+                        for chunk in self._add_chunks(rank, param, number)
+                    ]
+                    stored[number] = Stored(leaf.dtype, kept.spec.shape, tuple(chunks))
                 # Masters are in files whatever their size: a model may be loaded from them.
-                if leaf.data is not None and not divided and leaf.path != MASTER:
-                    continue
-                # State of the whole parameter is the same on all ranks that hold a part of it.
-                ranks = holders[param] if divided else holders[param][:1]
-                chunks = [
-                    self._files.add_chunk(
-                        "optimizer",
-                        rank,
-                        state_key(param, number, self._names[param], leaf, box),
-                        box,
-                        tensor,
-                    )
-                    for rank in ranks
-                    for box, tensor in self._boxes(rank, param, number, divided)
-                ]
-                shape = kept.spec.shape if divided else leaf.shape
-                stored[number] = Stored(leaf.dtype, shape, tuple(chunks))
-            states[param] = Tree(_node_of_whole(kept, stored), stored)
+                elif leaf.data is None or leaf.path == MASTER:
+                    # Every rank that holds a part of the parameter has the same.
+                    rank, box = holders[param][0], Box.whole(leaf.shape)
+                    tensor = self._tensors[param][number] if rank == self._rank else None
+                    key = state_key(param, number, self._names[param], leaf, box)
+                    chunk = self._files.add_chunk("optimizer", rank, key, box, tensor)
+                    stored[number] = Stored(leaf.dtype, leaf.shape, (chunk,))
+            node = with_leaves(kept.node, partial(_leaf_in_file, kept, stored))
+            states[param] = Tree(node, stored)
         return states
 
-    def _boxes(
-        self, rank: int, param: int, number: int, divided: bool
-    ) -> list[tuple[Box, torch.Tensor | None]]:
-        """Return the boxes of a tensor that a rank holds; for this rank, with their elements."""
+    def _add_chunks(self, rank: int, param: int, number: int) -> Iterator[Chunk]:
+        """Assign the boxes of a sharded tensor that a rank holds to its file."""
         spec, held = self._kept[param].spec, self._held[rank][param]
-        mine = rank == self._shards.comm.group_rank
-        tensor = self._tensors[param][number] if mine else None
-        if not divided:
-            return [(Box.whole(self._kept[param].leaves[number].shape), tensor)]
-        found: list[tuple[Box, torch.Tensor | None]] = []
+        tensor = self._tensors[param][number] if rank == self._rank else None
         for stretch, box in boxes(held, spec.shape, spec.stride):
             part = None
             if tensor is not None:
                 start = tensor.storage_offset() + stretch.start - held.start
                 part = tensor.as_strided(box.sizes, spec.stride, start)
-            found.append((box, part))
-        return found
+            leaf = self._kept[param].leaves[number]
+            key = state_key(param, number, self._names[param], leaf, box)
+            yield self._files.add_chunk("optimizer", rank, key, box, part)
 
 
-def _node_of_whole(kept: Kept, stored: Mapping[int, Stored]) -> Node:
-    """Return the structure of a parameter's state as if one rank held all of it."""
-
-    def leaf(number: int, node: Node) -> Node:
-        if number not in stored:
-            return node
-        kind, dtype, shape, stride, on_cpu, _ = node
-        if kept.shared and kept.per_element[number]:
-            shape, stride = list(kept.spec.shape), list(kept.spec.stride)
-        return [kind, dtype, shape, stride, on_cpu, None]
-
-    return with_leaves(kept.node, leaf)
+def _leaf_in_file(kept: Kept, stored: Mapping[int, Stored], number: int, node: Node) -> Node:
+    """Describe a tensor of a parameter's state as if one rank held all of it, in a file."""
+    if number not in stored:
+        return node
+    kind, dtype, shape, stride, on_cpu, _ = node
+    if kept.shared and kept.per_element[number]:
+        shape, stride = list(kept.spec.shape), list(kept.spec.stride)
+    return [kind, dtype, shape, stride, on_cpu, None]
 
 
 def add_options(files: FileLayout, number: int, group: Mapping[str, Any]) -> Tree:
@@ -298,16 +264,7 @@ def _add_model(files: FileLayout, model: torch.nn.Module) -> SavedModel:
 
 
 def write_checkpoint(comm: Comm, job: SaveJob, progress: Progress = no_progress) -> Path:
-    """Write all files, then make them a checkpoint. Called on every rank.
-
-    Args:
-        comm: the ranks.
-        job: the files of this rank.
-        progress: called with the bytes that this rank has written.
-
-    Raises:
-        OSError: if a file could not be written. Every rank raises, and nothing is left behind.
-    """
+    """Write all files, then make them a checkpoint. Called on every rank."""
     staging: Staging | None = None
     what = f"saving to {job.path}"
 
@@ -322,8 +279,7 @@ def write_checkpoint(comm: Comm, job: SaveJob, progress: Progress = no_progress)
         written = []
         for name, tensors in job.files.items():
             metadata = {"format": "pt"} if name.startswith("model") else None
-            digest = write(folder / name, tensors, metadata, progress)
-            written.append([name, digest.nbytes, digest.sha256])
+            written.append([name, *astuple(write(folder / name, tensors, metadata, progress))])
         return written
 
     def commit() -> None:

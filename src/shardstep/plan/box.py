@@ -33,6 +33,11 @@ class Box:
         """The number of elements."""
         return math.prod(self.sizes)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of the box in its tensor."""
+        return tuple(map(slice, self.offsets, self._stops()))
+
     def intersect(self, other: Box) -> Box | None:
         """Return the elements in both boxes; None if there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
