@@ -331,11 +331,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on rank `to` of the process group, in its CPU memory.
 
-        Called on every rank. Afterwards `state_dict()` may be called on rank `to`.
-
-        Raises:
-            ValueError: on every rank, if there is no such rank, or ranks pass different ones.
-            RuntimeError: on every rank, if there is state that cannot be sent.
+        Called on every rank. Afterwards `state_dict()` may be called on rank `to`. It raises on
+        every rank, if ranks pass different ones or there is state that cannot be sent.
         """
         self._consolidated = consolidate(self.mode, self.param_groups, to)
 
