@@ -191,10 +191,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             append(param_group)
 
     def detach(self) -> None:
-        """Restore plain parameters and remove all hooks. Called on every rank.
-
-        Parameters are up to date and without gradients. The optimizer cannot be used afterwards.
-        """
+        """Restore plain parameters, remove all hooks, end this optimizer. Called on every rank."""
         self.mode.detach()
 
     def report(self) -> Report:
