@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,35 +69,26 @@ def check_step(net: Net, opt: ZeroRedundancyOptimizer, step: int) -> None:
         assert torch.equal(got, expected), step
 
 
-def make() -> tuple[Net, ZeroRedundancyOptimizer]:
+def make(**options: Any) -> tuple[Net, ZeroRedundancyOptimizer]:
     net = Net()
-    options = {"lr": 0.0, "momentum": 0.5, "dampening": 0.0}
+    options = {"lr": 0.0, "momentum": 0.5, "dampening": 0.0, **options}
     return net, ZeroRedundancyOptimizer(net.named_parameters(), optim.SGD, **options)
 
 
-def slowly(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """Takes its time before and after."""
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(seconds)
-        result = function(*args, **kwargs)
-        time.sleep(seconds)
-        return result
-
-    return slow
+def slowly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Take time before and after."""
+    time.sleep(0.005)
+    result = function(*args, **kwargs)
+    time.sleep(0.005)
+    return result
 
 
 def stretch() -> None:
     """Make every phase of a save long enough to be hit, in this rank."""
     safetensors.CHUNK_NBYTES = 16 * 2**10
-    for owner, name, seconds in (
-        (os, "fsync", 0.006),
-        (os, "rename", 0.006),
-        (shutil, "rmtree", 0.006),
-        (os, "unlink", 0.002),
-        (os, "mkdir", 0.006),
-    ):
-        setattr(owner, name, slowly(getattr(owner, name), seconds))
+    for name in ("fsync", "rename", "unlink", "mkdir"):
+        setattr(os, name, partial(slowly, getattr(os, name)))
+    shutil.rmtree = partial(slowly, shutil.rmtree)
 
 
 def go_on(parent: Path, signs: Path, asynchronous: bool, saves: int) -> None:
@@ -114,10 +106,8 @@ def go_on(parent: Path, signs: Path, asynchronous: bool, saves: int) -> None:
         opt.optim.state.clear()
         set_step(net, opt, number)
         (signs / f"{os.getpid()}-{dist.get_rank()}").touch()
-        if asynchronous:
-            ckpt.async_save(parent / f"step-{number}", opt, net, {"step": number}, keep_last=2)
-        else:
-            ckpt.save(parent / f"step-{number}", opt, net, {"step": number}, keep_last=2)
+        save = ckpt.async_save if asynchronous else ckpt.save
+        save(parent / f"step-{number}", opt, net, {"step": number}, keep_last=2)
 
 
 def kill_soon(parent: Path, signs: Path, delay: float, whom: str, found: list[str]) -> None:
