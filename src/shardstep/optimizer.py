@@ -302,7 +302,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def full_state(self, parameter: torch.Tensor | str) -> dict[str, Any]:
         """Return the whole state of a parameter; empty if it has none. Called on every rank."""
-        return dict(self._whole(parameter, self.mode.states()) or {})
+        return dict(self._whole(parameter, self.mode.local.states()) or {})
 
     def full_master(self, parameter: torch.Tensor | str) -> torch.Tensor | None:
         """Return the whole master of a parameter, or None. Called on every rank."""

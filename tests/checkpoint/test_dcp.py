@@ -334,6 +334,6 @@ def test_a_counter_that_is_not_there_yet_is_expected_where_a_step_makes_it() -> 
 
     opt = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(4, 4))], CountsOnTheCPU)
     with mock.patch("shardstep.local.local_optimizer._copy", elsewhere):
-        states, _ = opt.shards.rehearse([0])
+        states, _ = opt.shards.local.rehearse([0])
     devices = {key: value.device.type for key, value in states[0].items()}
     assert devices == {"step": "cpu", "average": "meta"}

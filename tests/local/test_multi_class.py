@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,29 +62,15 @@ def train(opt: Any, module: nn.Module, steps: range = STEPS) -> list[torch.Tenso
 
 def test_a_mixture_is_its_parts() -> None:
     one, other = gpt(), gpt()
-    mixture = MultiClass(groups_of(one), optim.AdamW, **ADAMW)
-    apart = Apart(other)
-    schedulers = [
-        lr_scheduler.StepLR(mixture, 1, 0.5),
-        lr_scheduler.StepLR(apart.muon, 1, 0.5),
-        lr_scheduler.StepLR(apart.adamw, 1, 0.5),
-    ]
+    mixture, apart = MultiClass(groups_of(one), optim.AdamW, **ADAMW), Apart(other)
+    schedulers = [lr_scheduler.StepLR(opt, 1, 0.5) for opt in (mixture, apart.muon, apart.adamw)]
     for step in STEPS:
         now = range(step, step + 1)
-        got, expected = train(mixture, one, now), train(apart, other, now)
+        assert differing(train(apart, other, now), train(mixture, one, now)) == []
         for scheduler in schedulers:
             scheduler.step()
-        assert differing(expected, got) == []
-    assert [g["lr"] for g in mixture.param_groups] == [g["lr"] for g in apart.param_groups]
     assert [type(part) for part in mixture.parts] == [optim.Muon, optim.AdamW]
     assert optimizer_name(mixture) == "Muon and AdamW"
-
-
-def test_its_state_dict_divides_into_those_of_its_parts() -> None:
-    one, other = gpt(), gpt()
-    mixture, apart = MultiClass(groups_of(one), optim.AdamW, **ADAMW), Apart(other)
-    train(mixture, one)
-    train(apart, other)
     assert difference(apart.state_dicts(), split_state_dict(mixture.state_dict())) is None
     again = MultiClass(groups_of(copy.deepcopy(one)), optim.AdamW, lr=9.0)
     again.load_state_dict(mixture.state_dict())
@@ -131,28 +118,43 @@ def test_a_state_dict_of_other_classes_is_refused() -> None:
 # ------------------------------------------------------------------------------- divided by ranks
 
 
-def _against_unsharded(view: bool) -> list[str]:
-    """The same gradients on every rank: what DDP gives, without its rounding at four ranks."""
-    failures = []
-    plain = gpt()
-    expected = train(Apart(plain), plain)
+def _goes_on(view: bool, steps: range, saved: Any, values: Any) -> tuple[Any, Any]:
+    """Load what another number of ranks saved, train on, and save again.
+
+    All ranks have the same gradients, as with DDP, but without its rounding at four ranks.
+    """
     module = gpt()
     opt = ZeroRedundancyOptimizer(
         groups_of(module), optim.AdamW, None, view, bucket_bytes=1 << 14, **ADAMW
     )
-    layouts = {spec.layout for spec in opt.plan.specs if spec.group == 0}
-    layouts_of_rest = {spec.layout for spec in opt.plan.specs if spec.group == 1}
-    if opt.world_size > 1 and (layouts, layouts_of_rest) != ({"whole"}, {"sliced"}):
-        failures.append(f"layouts {layouts} and {layouts_of_rest}")
-    if wrong := differing(expected, train(opt, module)):
-        failures.append(f"parameters {wrong}")
-    return failures
+    if opt.world_size > 1:
+        layouts = {(spec.group, spec.layout) for spec in opt.plan.specs}
+        assert layouts == {(0, "whole"), (1, "sliced")}
+    if saved is not None:
+        with torch.no_grad():
+            for param, value in zip(module.parameters(), values, strict=True):
+                param.copy_(value)
+        opt.load_state_dict(saved)
+    train(opt, module, steps)
+    opt.consolidate_state_dict()
+    return (opt.state_dict() if opt.rank == 0 else None), copies(module.parameters())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_muon_and_adamw_on_the_gpt_equal_the_unsharded_ones(world_size: int) -> None:
-    for view in (False, True):
-        assert run_ranks(_against_unsharded, world_size, view) == [[]] * world_size
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("chain", [(1, 2), pytest.param((2, 4, 3), marks=pytest.mark.slow)])
+def test_numbers_and_state_are_those_of_the_unsharded_classes_at_any_number_of_ranks(
+    chain: tuple[int, ...], view: bool
+) -> None:
+    plain = gpt()
+    apart = Apart(plain)
+    saved = values = None
+    for turn, world_size in enumerate(chain):
+        steps = range(3 * turn, 3 * turn + 3)
+        expected = train(apart, plain, steps)
+        found = run_ranks(_goes_on, world_size, view, steps, saved, values)
+        saved, values = found[0]
+        assert [differing(expected, each) for _, each in found] == [[]] * world_size
+        assert difference(apart.state_dicts(), split_state_dict(saved)) is None
 
 
 def _against_ddp() -> list[int]:
@@ -183,46 +185,15 @@ def test_with_module_two_ranks_equal_ddp_with_both() -> None:
     assert run_ranks(_against_ddp, 2) == [[], []]
 
 
-def _state_travels(saved: Any, values: Any) -> tuple[Any, Any]:
-    """Loads what another number of ranks saved, trains on, and saves again."""
-    module = gpt()
-    opt = ZeroRedundancyOptimizer(groups_of(module), optim.AdamW, bucket_bytes=1 << 14, **ADAMW)
-    if saved is not None:
-        with torch.no_grad():
-            for param, value in zip(module.parameters(), values, strict=True):
-                param.copy_(value)
-        opt.load_state_dict(saved)
-    train(opt, module, range(0, 3) if saved is None else range(3, 6))
-    opt.consolidate_state_dict()
-    return (opt.state_dict() if opt.rank == 0 else None), copies(module.parameters())
-
-
-def test_state_is_saved_and_loaded_at_other_numbers_of_ranks_and_into_plain_optimizers() -> None:
-    plain = gpt()
-    apart = Apart(plain)
-    train(apart, plain, range(3))
-    (saved, values), *_ = run_ranks(_state_travels, 2, None, None)
-    assert difference(apart.state_dicts(), split_state_dict(saved)) is None
-    train(apart, plain, range(3, 6))
-    (saved, values), *_ = run_ranks(_state_travels, 3, saved, values)
-    assert differing(copies(plain.parameters()), values) == []
-    assert difference(apart.state_dicts(), split_state_dict(saved)) is None
-
-
-def _changes() -> list[str]:
+def _changes() -> list[int]:
     """Freezing, unfreezing and adding groups move the state of both classes."""
-    failures = []
     results = []
-    for sharded in (False, True):
+    for make in (MultiClass, partial(ZeroRedundancyOptimizer, bucket_bytes=1 << 14)):
         module = gpt()
         first, second, *hidden = divided(module)[0]
         rest = divided(module)[1]
         groups = [{"params": hidden, "optimizer_class": optim.Muon, **MUON}, {"params": rest}]
-        opt: Any = (
-            ZeroRedundancyOptimizer(groups, optim.AdamW, bucket_bytes=1 << 14, **ADAMW)
-            if sharded
-            else MultiClass(groups, optim.AdamW, **ADAMW)
-        )
+        opt: Any = make(groups, optim.AdamW, **ADAMW)
         params = list(module.parameters())
         for step in range(9):
             if step == 2:
@@ -234,10 +205,9 @@ def _changes() -> list[str]:
             opt.step()
             opt.zero_grad()
         names = [group["optimizer_class"].split(".")[-1] for group in opt.param_groups]
-        if names != ["Muon", "AdamW", "Muon", "AdamW"]:
-            failures.append(f"other classes: {names}")
+        assert names == ["Muon", "AdamW", "Muon", "AdamW"]
         results.append(copies(params))
-    return failures + [f"parameter {number}" for number in differing(*results)]
+    return differing(*results)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -248,18 +218,10 @@ def test_freezing_and_adding_groups_keep_the_numbers(world_size: int) -> None:
 # ------------------------------------------------------------------------------------ bad input
 
 
-def _other_classes() -> None:
-    cls = [optim.Muon, optim.SGD][dist.get_rank()]
-    params = make_params([(4, 4), (5,)], frozen=())
-    groups = [{"params": params[:1], "optimizer_class": cls, "lr": 0.1}, {"params": params[1:]}]
-    ZeroRedundancyOptimizer(groups, optim.AdamW)
-
-
-def _wrong_option() -> None:
-    param = nn.Parameter(torch.zeros(4, 4))
-    ZeroRedundancyOptimizer(
-        [{"params": [param], "optimizer_class": optim.Muon, "lr": -1.0}], optim.AdamW
-    )
+def _construct(classes: list[Any], lr: float) -> ZeroRedundancyOptimizer:
+    first, second = make_params([(4, 4), (5,)], frozen=())
+    named = {"optimizer_class": classes[dist.get_rank()], "lr": lr}
+    return ZeroRedundancyOptimizer([{"params": [first], **named}, {"params": [second]}], optim.SGD)
 
 
 def _late_class() -> None:
@@ -268,9 +230,13 @@ def _late_class() -> None:
     opt.add_param_group({"params": params[1:], "optimizer_class": optim.Muon})
 
 
-def test_what_cannot_be_mixed_is_refused_on_every_rank() -> None:
-    raises_on_every_rank(_other_classes, 2, ValueError, match="rank 0 has .* where rank 1 has")
-    raises_on_every_rank(_wrong_option, 2, ValueError, match="(?i)learning rate")
-    raises_on_every_rank(
-        _late_class, 2, ValueError, match="name the class of a group from the start"
-    )
+@pytest.mark.parametrize(
+    ("act", "args", "match"),
+    [
+        (_construct, ([optim.Muon, optim.AdamW], 0.1), "rank 0 has .* where rank 1 has"),
+        (_construct, ([optim.Muon] * 2, -1.0), "(?i)learning rate"),
+        (_late_class, (), "name the class of a group from the start"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused_on_every_rank(act: Any, args: Any, match: str) -> None:
+    raises_on_every_rank(act, 2, ValueError, *args, match=match)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import problems
 import pytest
 import torch
-from problems import differing
+from problems import differing, train
 from ranks import raises_on_every_rank, run_ranks
 from torch.optim import SGD, Optimizer
 
@@ -92,34 +93,21 @@ class ThroughEarlyViews(SGD):
 HIDING = [UnderParameters, UnderIdentities, InOrder, Around, ThroughViews, ThroughEarlyViews]
 
 
-def train(opt: Optimizer, params: list[torch.nn.Parameter], steps: range) -> None:
-    for step in steps:
-        for number, p in enumerate(params):
-            source = torch.Generator().manual_seed(100 * step + number)
-            p.grad = torch.randn(p.shape, generator=source) if p.requires_grad else None
-        opt.step()
-        opt.zero_grad()
-
-
 def make_params() -> list[torch.nn.Parameter]:
-    source = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=source)) for shape in SHAPES]
+    return problems.make_params(SHAPES, frozen=())
 
 
-def against_unsharded(cls: Any) -> list[int]:
-    params = make_params()
-    mirror = make_params()
-    train(cls(mirror, lr=0.1), mirror, range(4))
-    train(ZeroRedundancyOptimizer(params, cls, lr=0.1), params, range(4))
+def against_unsharded(cls: Any, frozen: range, layout: str = "auto") -> list[int]:
+    """The parameters that differ from the unsharded class after six steps."""
+    mirror, params = make_params(), make_params()
+    for each, opt in (
+        (mirror, cls(mirror, lr=0.1)),
+        (params, ZeroRedundancyOptimizer(params, cls, layout=layout, lr=0.1)),
+    ):
+        for step in range(6):
+            each[3].requires_grad_(step not in frozen)
+            train(opt, each, range(step, step + 1))
     return differing(mirror, params)
-
-
-def after_freezing(cls: Any, layout: str) -> None:
-    params = make_params()
-    opt = ZeroRedundancyOptimizer(params, cls, layout=layout, lr=0.1)
-    train(opt, params, range(3))
-    params[3].requires_grad_(False)
-    train(opt, params, range(3, 6))
 
 
 def after_adding_a_group(cls: Any) -> None:
@@ -131,14 +119,15 @@ def after_adding_a_group(cls: Any) -> None:
 
 @pytest.mark.parametrize("cls", HIDING)
 def test_its_numbers_are_those_of_the_unsharded_class(cls: Any) -> None:
-    assert run_ranks(against_unsharded, 2, cls) == [[], []]
+    assert run_ranks(against_unsharded, 2, cls, range(0)) == [[], []]
 
 
 @pytest.mark.parametrize("layout", ["sliced", "whole"])
 @pytest.mark.parametrize("cls", HIDING)
 def test_it_is_not_left_behind_when_a_parameter_is_frozen(cls: Any, layout: str) -> None:
     match = "following a change of the parameters would lose what .* keeps|failed on rank"
-    raises_on_every_rank(after_freezing, 2, RuntimeError, cls, layout, match=match)
+    args = (cls, range(3, 6), layout)
+    raises_on_every_rank(against_unsharded, 2, RuntimeError, *args, match=match)
 
 
 def test_it_is_not_left_behind_when_a_group_is_added() -> None:
@@ -166,21 +155,8 @@ class Innocent(SGD):
         self.sizes = [p.numel() for group in self.param_groups for p in group["params"]]
 
 
-def frozen_against_unsharded(cls: Any) -> list[int]:
-    params = make_params()
-    mirror = make_params()
-    for each, opt in (
-        (mirror, cls(mirror, lr=0.1)),
-        (params, ZeroRedundancyOptimizer(params, cls, lr=0.1)),
-    ):
-        train(opt, each, range(3))
-        each[3].requires_grad_(False)
-        train(opt, each, range(3, 6))
-    return differing(mirror, params)
-
-
 def test_other_attributes_do_no_harm() -> None:
-    assert run_ranks(frozen_against_unsharded, 2, Innocent) == [[], []]
+    assert run_ranks(against_unsharded, 2, Innocent, range(3, 6)) == [[], []]
 
 
 class Listing(SGD):

@@ -197,7 +197,7 @@ def step_by_bucket(optimizer_class: Any) -> bool:
     for _ in range(2):
         ddp(torch.ones(2, 30)).sum().backward()
     opt.shards.wait_for_params()
-    return opt.shards.stepped
+    return opt.shards.local.stepped
 
 
 def test_a_class_that_counts_its_steps_is_refused_bucket_by_bucket_within_a_mixture_too() -> None:

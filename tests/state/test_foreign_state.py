@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from problems import copies, difference, differing, make_params, set_gradients
+from problems import copies, difference, differing, make_params, train
 from ranks import raises_on_every_rank, run_ranks
 from torch.optim import Optimizer
 
@@ -23,6 +24,13 @@ SHAPES = [(31, 17), (40, 8), (9,), (5, 5), (2, 3, 4), (70, 65)]
 
 class OneByOne(Optimizer):
     """Updates one parameter after the other."""
+
+    shapes: Sequence[tuple[int, ...]] = SHAPES
+    dtype = torch.float32
+
+    @classmethod
+    def make_params(cls) -> list[torch.nn.Parameter]:
+        return make_params(cls.shapes, frozen=(), dtypes=(cls.dtype,))
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
@@ -83,10 +91,7 @@ class Quantises(OneByOne):
 
 
 class Coded(torch.Tensor):
-    """A tensor kept as 8-bit codes and a scale, as low-bit optimizers keep their moments.
-
-    It can do no more than it has to: be moved, and be copied by whoever has one unsharded.
-    """
+    """A tensor kept as 8-bit codes and a scale; it can be moved and copied, and no more."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -163,15 +168,49 @@ class Remembers(OneByOne):
             state["queue"] = deque(state["queue"], maxlen=3)
 
 
-def train(opt: Any, params: list[torch.nn.Parameter], steps: range) -> list[torch.Tensor]:
-    for step in steps:
-        set_gradients(params, step)
-        opt.step()
-    return copies(params)
+class AllKinds(OneByOne):
+    """State of all kinds, of which torch's own loading would cast or lose much."""
+
+    shapes = (*SHAPES, (), (0,), (1,))
+    dtype = torch.bfloat16
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
+        state = self.state[p]
+        if not state:
+            state["moment"] = torch.zeros_like(p, dtype=torch.float32)
+            state["nested"] = {
+                "pair": (torch.zeros_like(p, dtype=torch.float64), 3),
+                "list": [torch.ones_like(p, dtype=torch.int8), 1.5, None, "listed"],
+                2: {"deep": torch.zeros_like(p, dtype=torch.bool)},
+            }
+            state |= {"calls": 0, "fast": True, "rate": 0.5}
+            state["word"] = "bare"  # torch's own loading takes it for a sequence
+            state["counter"] = torch.tensor(0, dtype=torch.int64)
+        state["calls"] += 1
+        state["counter"] += 1
+        state["fast"] = state["calls"] % 2 == 0
+        state["rate"] *= 0.9
+        state["moment"].mul_(0.9).add_(grad)
+        double, _ = state["nested"]["pair"]
+        double.add_(grad).add_(1e-9)
+        state["nested"]["list"][0].add_(1)
+        state["nested"][2]["deep"].copy_(grad > 0)
+        mixed = state["moment"] + double.float() * state["rate"]
+        p.sub_((group["lr"] * mixed).to(p.dtype))
+
+
+class Stubborn(AllKinds):
+    """Reads its state dicts in a way of its own."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["moment"] = state["moment"].double() + 1
+            state["loaded by"] = "Stubborn"
 
 
 def _round_trip(cls: Any, saved: Any, values: Any) -> tuple[str, Any, list[torch.Tensor]]:
-    params = make_params(SHAPES, frozen=())
+    params = cls.make_params()
     opt = ZeroRedundancyOptimizer(params, cls, bucket_bytes=1)
     if saved is None:
         train(opt, params, range(5))
@@ -202,10 +241,16 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("cls", "layout"),
-    [(Preconditions, "whole"), (Quantises, "whole"), (LowBit, "whole"), (Remembers, "sliced")],
+    [
+        (Preconditions, "whole"),
+        (Quantises, "whole"),
+        (LowBit, "whole"),
+        (Remembers, "sliced"),
+        (AllKinds, "sliced"),
+    ],
 )
 def test_foreign_state_is_kept(cls: Any, layout: str) -> None:
-    params = make_params(SHAPES, frozen=())
+    params = cls.make_params()
     unsharded = cls(params)
     train(unsharded, params, range(5))
     middle = copy.deepcopy(unsharded.state_dict())
@@ -222,20 +267,30 @@ def test_foreign_state_is_kept(cls: Any, layout: str) -> None:
     assert difference(plain(unsharded.state_dict()), plain(saved)) is None
 
 
+def _own_way_of_loading() -> set[Any]:
+    params = AllKinds.make_params()
+    unsharded = AllKinds(params)
+    train(unsharded, params, range(3))
+    opt = ZeroRedundancyOptimizer(params, Stubborn)
+    opt.load_state_dict(unsharded.state_dict())
+    return {(state["loaded by"], state["moment"].dtype) for state in opt.optim.state.values()}
+
+
+def test_a_class_that_loads_in_its_own_way_is_let() -> None:
+    assert run_ranks(_own_way_of_loading, 2) == [{("Stubborn", torch.float64)}] * 2
+
+
 def _through_files(folder: Path, how: str, saving: bool) -> tuple[Any, list[torch.Tensor]]:
     params = make_params(SHAPES, frozen=())
     opt = ZeroRedundancyOptimizer(params, LowBit, bucket_bytes=1)
     if saving:
         train(opt, params, range(5))
     with mock.patch("shardstep.checkpoint.read.WRAPPING_PACKAGES", (Coded.__module__,)):
-        if how == "dcp" and saving:
-            dcp.save({"optim": checkpoint.Sharded(opt)}, checkpoint_id=folder)
-        elif how == "dcp":
-            dcp.load({"optim": checkpoint.Sharded(opt)}, checkpoint_id=folder)
-        elif saving:
-            checkpoint.save(folder, opt)
+        if how == "dcp":
+            act = dcp.save if saving else dcp.load
+            act({"optim": checkpoint.Sharded(opt)}, checkpoint_id=folder)
         else:
-            checkpoint.load(folder, opt)
+            (checkpoint.save if saving else checkpoint.load)(folder, opt)
     opt.consolidate_state_dict()
     return opt.state_dict() if opt.rank == 0 else None, copies(params)
 

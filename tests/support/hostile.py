@@ -74,14 +74,14 @@ def picture(net: Net, opt: ZeroRedundancyOptimizer) -> Any:
     """Return a copy of everything that a load may change."""
     state = {
         index: {key: value.clone() for key, value in state.items()}
-        for index, state in opt.shards.states().items()
+        for index, state in opt.shards.local.states().items()
     }
     model = {name: _own(value) for name, value in net.state_dict().items()}
     options = [
         {key: value for key, value in group.items() if key != "params"}
         for group in (*opt.param_groups, *opt.optim.param_groups)
     ]
-    return {"model": model, "state": state, "options": options, "stepped": opt.shards.stepped}
+    return {"model": model, "state": state, "options": options, "stepped": opt.shards.local.stepped}
 
 
 def _own(value: Any) -> Any:

@@ -288,8 +288,8 @@ class _Loading:
             raise
         saved = match.checkpoint.contents.optimizer
         if match.optimizer is not None and saved is not None:
-            match.optimizer.shards.stepped = saved.stepped
-            match.optimizer.shards.publish_options()
+            match.optimizer.shards.local.stepped = saved.stepped
+            match.optimizer.shards.local.publish_options()
         self._install_weights()
         if match.optimizer is not None and saved is not None:
             # After the weights: a master that does not round to its parameter is discarded.
@@ -312,7 +312,9 @@ class _Loading:
             params = list(islice(numbers, len(mine["params"])))
             groups.append({**mine, **options, "params": params})
         # Parameters that are not in the checkpoint keep their state.
-        kept = {index: state for index, state in shards.states().items() if index not in found}
+        kept = {
+            index: state for index, state in shards.local.states().items() if index not in found
+        }
         held = sorted(shards.plan.intervals(shards.comm.group_rank))
         saved = self.match.checkpoint.contents.optimizer
         wide = {index for index in held if index not in found} | self.saved_masters
@@ -363,4 +365,4 @@ def _warn(match: Match) -> None:
         if present:
             # Parameters that are not in the checkpoint were named above.
             present |= set(range(len(shards.params))) - found.keys()
-        warn_of_missing_state(shards.rehearse, shards.plan, shards.comm.group_rank, present)
+        warn_of_missing_state(shards, present)

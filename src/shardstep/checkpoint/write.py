@@ -140,7 +140,7 @@ class _OptimizerWriter:
         shards.wait_for_params()
         self._names, self._positional = names_of(optimizer, model)
         self._held = [shards.plan.intervals(rank) for rank in range(shards.comm.world_size)]
-        own = attach_masters(shards.states(), shards.masters())
+        own = attach_masters(shards.local.states(), shards.masters())
         self._kept, self._tensors = survey(shards.comm, shards.plan.specs, self._held, own)
 
     def __call__(self) -> SavedOptimizer:
@@ -163,7 +163,7 @@ class _OptimizerWriter:
             (tuple(islice(unused, len(group["params"]))), add_options(self._files, number, group))
             for number, group in enumerate(self._optimizer.param_groups)
         ]
-        global_state = shards.global_state()
+        global_state = shards.local.global_state()
         if not all(isinstance(key, str) for key in global_state):
             raise TypeError(
                 f"the optimizer keeps state under {list(global_state)}; a checkpoint holds it "
@@ -172,7 +172,7 @@ class _OptimizerWriter:
         return SavedOptimizer(
             full_name(type(shards.optim)),
             self._positional,
-            shards.stepped,
+            shards.local.stepped,
             tuple(params),
             tuple(groups),
             self._files.add_value("state", global_state),

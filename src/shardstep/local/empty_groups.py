@@ -26,12 +26,7 @@ def empty_param(like: torch.Tensor, dtype: torch.dtype, has_gradient: bool) -> t
 def fill_empty_groups(
     opt: Optimizer, placeholders: Mapping[int, torch.nn.Parameter]
 ) -> Iterator[None]:
-    """Put placeholders into groups of `opt` for the duration of the context.
-
-    Args:
-        opt: the optimizer.
-        placeholders: the parameters without elements, by number of the group.
-    """
+    """Put `placeholders`, by number of the group, into groups of `opt` until the context ends."""
     filled = [(opt.param_groups[number]["params"], param) for number, param in placeholders.items()]
     for params, param in filled:
         params.append(param)

@@ -35,18 +35,11 @@ Held = Mapping[int, torch.Tensor]
 
 
 class LocalOptimizer:
-    """An unmodified optimizer class on the pieces of one rank.
+    """An unmodified optimizer class, `optim`, on the pieces of one rank.
 
-    Args:
-        exposed: the groups that the user sees, with all parameters. Kept and written to.
-        shard: this rank's pieces.
-        make: constructs the optimizer from groups.
-        groups_to_fill: returns the groups that get a placeholder where they are empty.
-        step_dtype: returns the dtype of a piece, given its parameter's number and dtype.
-
-    Attributes:
-        optim: the optimizer.
-        stepped: whether a step was ever taken, here or before the loaded state was saved.
+    `exposed` are the groups that the user sees, with all parameters; they are kept and written to.
+    `groups_to_fill` returns the groups that get a placeholder where they are empty. `step_dtype`
+    returns the dtype of a piece, given its parameter's number and dtype.
     """
 
     def __init__(
@@ -62,33 +55,28 @@ class LocalOptimizer:
         self._make = make
         self._groups_to_fill = groups_to_fill
         self._step_dtype = step_dtype
-        self.optim = make(self._groups())
+        self.optim = make(self._groups(self._held()))
         check_optimizer(self.optim, len(exposed))
+        # True once a step was taken, here or before the loaded state was saved.
         self.stepped = False
 
     def _held(self) -> list[Held]:
         """Return this rank's pieces of each group."""
         return [dict(self._shard.in_group(indices)) for indices in group_ranges(self._exposed)]
 
-    def _groups(self) -> Groups:
-        """Return groups of this rank's pieces, with the options of the exposed groups.
+    def _groups(self, held: Sequence[Held]) -> Groups:
+        """Return the exposed groups with the tensors `held` in place of their parameters.
 
         Groups are matched by position, so a group stays where this rank owns nothing of it.
         """
-        return [
-            {**group, **tensors}
-            for group, tensors in zip(self._exposed, self._per_parameter(self._held()), strict=True)
-        ]
-
-    def _per_parameter(self, held: Sequence[Held]) -> Iterator[dict[str, Any]]:
-        """Yield `params` and, where the user gave names, `param_names` of each group."""
-        for group, indices, own in zip(
-            self._exposed, group_ranges(self._exposed), held, strict=True
-        ):
-            found: dict[str, Any] = {"params": list(own.values())}
+        groups = []
+        ranges = group_ranges(self._exposed)
+        for group, indices, own in zip(self._exposed, ranges, held, strict=True):
+            made = {**group, "params": list(own.values())}
             if "param_names" in group:
-                found["param_names"] = [group["param_names"][i - indices.start] for i in own]
-            yield found
+                made["param_names"] = [group["param_names"][i - indices.start] for i in own]
+            groups.append(made)
+        return groups
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
         """Take a step of the optimizer, with a closure only if there is one."""
@@ -107,10 +95,7 @@ class LocalOptimizer:
     def _no_empty_groups(
         self, optim: Optimizer, gradients_follow: bool = True
     ) -> contextlib.AbstractContextManager[None]:
-        """Fill empty groups of `optim` with placeholders, where its class needs that.
-
-        `gradients_follow` if a closure is about to compute gradients.
-        """
+        """Fill empty groups of `optim` with placeholders, where its class needs that."""
         placeholders = {}
         ranges = group_ranges(self._exposed)
         for number in self._groups_to_fill():
@@ -121,8 +106,9 @@ class LocalOptimizer:
                 # A frozen parameter may have any dtype.
                 position = next((n for n, param in enumerate(params) if param.requires_grad), 0)
                 like = params[position]
-                has_gradient = any(param.grad is not None for param in params)
-                has_gradient = has_gradient or (gradients_follow and like.requires_grad)
+                has_gradient = (gradients_follow and like.requires_grad) or any(
+                    param.grad is not None for param in params
+                )
                 dtype = self._step_dtype(ranges[number][position], like.dtype)
                 placeholders[number] = empty_param(like, dtype, has_gradient)
         return fill_empty_groups(optim, placeholders)
@@ -162,21 +148,21 @@ class LocalOptimizer:
             if tensor in self.optim.state
         }
 
+    def _set_states(self, states: Mapping[int, Any]) -> None:
+        for piece, tensor in self._shard:
+            if piece.param in states:
+                self.optim.state[tensor] = states[piece.param]
+
     def global_state(self) -> dict[Any, Any]:
         """Return the state that belongs to no parameter."""
         return _global_state(self.optim)
 
     def adopt(self, shard: Shard, states: Mapping[int, Any]) -> None:
-        """Step on other pieces from now on, with the state given for them.
-
-        Groups that were added to the exposed ones are added to the optimizer.
-        """
+        """Step on other pieces from now on, with their state and with groups that were added."""
         self._shard = shard
         self.optim.state = defaultdict(dict, self.global_state())
-        for piece, tensor in shard:
-            if piece.param in states:
-                self.optim.state[tensor] = states[piece.param]
-        for number, group in enumerate(self._groups()):
+        self._set_states(states)
+        for number, group in enumerate(self._groups(self._held())):
             if number < len(self.optim.param_groups):
                 for key in PER_PARAMETER & group.keys():
                     self.optim.param_groups[number][key] = group[key]
@@ -197,17 +183,10 @@ class LocalOptimizer:
 
     def begin(self, params: Collection[int]) -> None:
         """Give these parameters the state that the class makes when it is constructed."""
-        states, _ = self._twin_state(params, lambda twin: None)
-        for piece, tensor in self._shard:
-            if piece.param in states:
-                self.optim.state[tensor] = states[piece.param]
+        self._set_states(self._twin_state(params, lambda twin: None)[0])
 
     def try_group(self, group: Mapping[str, Any]) -> None:
-        """Construct a twin with this group, before the optimizer gets it.
-
-        Raises:
-            Exception: of the class.
-        """
+        """Construct a twin with this group: the class may refuse it before anything changes."""
         # The shapes of the parameters, without their memory.
         params = [
             torch.nn.Parameter(param.detach().new_zeros(()).expand(param.shape))
@@ -217,11 +196,7 @@ class LocalOptimizer:
             self._make([{**group, "params": params}])
 
     def try_idle(self) -> None:
-        """Check that the class can step without parameters, before other ranks wait for this one.
-
-        Raises:
-            ValueError: if a twin raises without parameters, but not with some.
-        """
+        """Raise if a twin cannot step without parameters, before other ranks wait for this one."""
         ranges = group_ranges(self._exposed)
         error = self._step_error([{} for _ in ranges])
         if error is None:
@@ -259,18 +234,14 @@ class LocalOptimizer:
 
     def _twin(self, held: Sequence[Held], use: Callable[[Optimizer], object]) -> Optimizer:
         """Construct an optimizer with the same options on `held`, one mapping per group; use it."""
-        classes = self.optim.classes if isinstance(self.optim, MultiClass) else []
-        groups: Groups = []
-        for number, tensors in enumerate(self._per_parameter(held)):
-            options = {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in self._exposed[number].items()
-                if key not in PER_PARAMETER
-            }
-            if number < len(classes):
-                # The group has only the name of its class.
-                options[CLASS_KEY] = classes[number]
-            groups.append({**options, **tensors})
+        groups = [
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
+            for group in self._groups(held)
+        ]
+        if isinstance(self.optim, MultiClass):
+            # The groups have only the names of their classes.
+            for group, kind in zip(groups, self.optim.classes, strict=False):
+                group[CLASS_KEY] = kind
         with self._sandbox([tensor for own in held for tensor in own.values()]):
             twin = self._make(groups)
             use(twin)
@@ -300,12 +271,7 @@ def _copy(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 class LocalState(Mapping[torch.Tensor, Any]):
-    """The state that this rank keeps, under the user's parameters.
-
-    Args:
-        params: all parameters, in order.
-        local: the optimizer on this rank's pieces.
-    """
+    """The state that this rank keeps, under the user's parameters."""
 
     def __init__(self, params: Sequence[torch.Tensor], local: LocalOptimizer) -> None:
         self._optim = local.optim

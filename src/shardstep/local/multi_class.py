@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from shardstep.params.inputs import check_optimizer, unwrap_partial
 
@@ -77,17 +78,9 @@ class MultiClass(Optimizer):
     """An optimizer whose groups are updated by different classes, such as Muon and AdamW.
 
     A group with a class under `"optimizer_class"` gets its own optimizer, constructed with the
-    group's options. The other groups share one of the default class. All parts share one state
-    mapping, and the groups of this optimizer: a scheduler's changes reach them.
-
-    Args:
-        params: parameter groups.
-        optimizer_class: the class of the groups that name none.
-        **defaults: options for that class.
-
-    Attributes:
-        parts: the optimizers, in the order of their first groups.
-        classes: for each group, the class that it names; None for the default class.
+    group's options. The other groups share one of the default class, `optimizer_class` with
+    `defaults`. All parts share one state mapping, and the groups of this optimizer: a scheduler's
+    changes reach them.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)
@@ -104,7 +97,9 @@ class MultiClass(Optimizer):
     """
 
     parts: list[Optimizer]
+    """The optimizers, in the order of their first groups."""
     classes: list[Make | None]
+    """For each group, the class that it names; None for the default class."""
 
     def __init__(self, params: Any, optimizer_class: Make, **defaults: Any) -> None:
         self.parts = []
@@ -130,46 +125,32 @@ class MultiClass(Optimizer):
         for part in self.parts:
             part.state = value
 
+    @override
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group to the part that updates it.
-
-        Args:
-            param_group: parameters under `"params"`, options, and a class if not the default.
-        """
         given = param_group.get(CLASS_KEY)
         with no_defaults(self):
             super().add_param_group(param_group)
         # Replace the checked group by that of the part, which has the defaults of its class.
         group = self.param_groups.pop()
         if given is None or given == self._default_name:
-            self.param_groups.append(self._add_to_default({**group, CLASS_KEY: self._default_name}))
-            self.classes.append(None)
+            given, group = None, {**group, CLASS_KEY: self._default_name}
+            if self._default is None:
+                self._default = self._join(self._make_default([group]))
+            else:
+                self.parts[self._default].add_param_group(group)
+            owner = self._default
         else:
             check_class_of_group(given)
-            self.param_groups.append(self._add_part(group, given))
-            self.classes.append(given)
+            arguments, rest = split_options(given, group)
+            per_parameter = {k: v for k, v in group.items() if k in PER_PARAMETER}
+            owner = self._join(given([{**per_parameter, **rest}], **arguments))
+            self.parts[owner].param_groups[0][CLASS_KEY] = full_name(given)
+        self.param_groups.append(self.parts[owner].param_groups[-1])
+        self._part_of.append(owner)
+        self.classes.append(given)
 
-    def _add_to_default(self, group: Group) -> Group:
-        if self._default is None:
-            self._default = len(self.parts)
-            self._join(self._make_default([group]))
-        else:
-            self.parts[self._default].add_param_group(group)
-        self._part_of.append(self._default)
-        added: Group = self.parts[self._default].param_groups[-1]
-        return added
-
-    def _add_part(self, group: Group, optimizer_class: Make) -> Group:
-        arguments, rest = split_options(optimizer_class, group)
-        per_parameter = {k: v for k, v in group.items() if k in PER_PARAMETER}
-        part = optimizer_class([{**per_parameter, **rest}], **arguments)
-        self._join(part)
-        self._part_of.append(len(self.parts) - 1)
-        added: Group = part.param_groups[0]
-        added[CLASS_KEY] = full_name(optimizer_class)
-        return added
-
-    def _join(self, part: Optimizer) -> None:
+    def _join(self, part: Optimizer) -> int:
+        """Add a part, and return its number."""
         check_optimizer(part, 1)
         if extras(part):
             raise ValueError(
@@ -180,14 +161,11 @@ class MultiClass(Optimizer):
         self._state.update(part.state)  # some classes make state in their constructor
         part.state = self._state
         self.parts.append(part)
+        return len(self.parts) - 1
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step with every part.
-
-        Args:
-            closure: recomputes the loss and returns it. It is evaluated once, before all parts.
-        """
+        """Take a step with every part. The closure is evaluated once, before all parts."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -196,15 +174,8 @@ class MultiClass(Optimizer):
             part.step()
         return loss
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of every part, each in its own way.
-
-        Args:
-            state_dict: a result of `state_dict()`.
-
-        Raises:
-            ValueError: if its groups have other lengths or classes.
-        """
         saved = state_dict["param_groups"]
         ours, theirs = ([len(g["params"]) for g in each] for each in (self.param_groups, saved))
         if ours != theirs:
@@ -277,10 +248,7 @@ def of_one_class(saved: Sequence[Mapping[str, Any]], optimizer_class: type) -> l
 
 
 def split_state_dict(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the state dicts for plain optimizers, one of each class, by full name.
-
-    Args:
-        state_dict: the state dict of a `MultiClass`, or of a sharded one.
+    """Return the state dicts for plain optimizers, by the full name of their class.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(4, 4))

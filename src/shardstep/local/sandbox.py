@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,24 +36,37 @@ _one_thread_at_a_time = threading.RLock()
 def sandbox(
     optimizer_class: Any, device: torch.device, set_default_device: bool = True
 ) -> Iterator[None]:
-    """Undo all side effects of using `optimizer_class` when the context ends.
+    """Undo all side effects of using `optimizer_class` on `device` when the context ends.
 
-    Args:
-        optimizer_class: a class, or a `functools.partial` of one. The attributes of a class that
-            another callable uses are unknown here, and not restored.
-        device: the device in use. Its random state is restored too.
-        set_default_device: whether new tensors are made on `device`. If not, they are made on the
-            user's default device, as in the user's own steps.
+    Attributes are restored for a class or a `functools.partial` of one, not for other callables.
+    New tensors are made on `device`, or with `set_default_device=False` on the user's default
+    device, as in the user's own steps.
     """
     with _one_thread_at_a_time, contextlib.ExitStack() as stack:
-        stack.enter_context(_random_states(device))
-        stack.enter_context(_class_attributes(optimizer_class))
+        devices = [device] if device.type != "cpu" else []
+        kind = device.type if devices else "cuda"
+        stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+        stack.callback(random.setstate, random.getstate())
+        numpy: Any = sys.modules.get("numpy")
+        if numpy:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        for restore in _class_restorers(optimizer_class):
+            stack.callback(restore)
         for hooks in (
             torch_optimizer._global_optimizer_pre_hooks,
             torch_optimizer._global_optimizer_post_hooks,
         ):
-            stack.enter_context(_emptied(hooks))
-        stack.enter_context(_silence())
+            stack.callback(_refill, hooks, hooks.copy())
+            hooks.clear()
+        stack.callback(torch.set_warn_always, torch.is_warn_always_enabled())
+        # Otherwise warnings that torch gives once per process would be lost.
+        torch.set_warn_always(True)
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         # The caller may be under no_grad or in inference mode.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -65,83 +78,18 @@ def sandbox(
         yield
 
 
-@contextlib.contextmanager
-def _random_states(device: torch.device) -> Iterator[None]:
-    devices = [device] if device.type != "cpu" else []
-    python = random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    legacy = numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            yield
-    finally:
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(legacy)
-
-
-@contextlib.contextmanager
-def _emptied(mapping: MutableMapping[Any, Any]) -> Iterator[None]:
-    kept = list(mapping.items())
-    mapping.clear()
-    try:
-        yield
-    finally:
-        mapping.clear()
-        mapping.update(kept)
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    disabled, always = logging.root.manager.disable, torch.is_warn_always_enabled()
-    try:
-        # Otherwise warnings that torch gives once per process would be lost.
-        torch.set_warn_always(True)
-        logging.disable(logging.CRITICAL)
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
-        torch.set_warn_always(always)
-
-
-@contextlib.contextmanager
-def _class_attributes(optimizer_class: Any) -> Iterator[None]:
-    """Restore attributes of the class and its bases, and the contents of tensors and containers.
+def _class_restorers(optimizer_class: Any) -> list[Callable[[], object]]:
+    """Return functions that restore the attributes of the class and its bases, at any depth.
 
     Classes keep counters and registries there.
     """
     optimizer_class = unwrap_partial(optimizer_class)
     bases = optimizer_class.__mro__ if isinstance(optimizer_class, type) else ()
-    kept = [(base, _attributes(base)) for base in bases if base not in _OWN]
-    contents = _contents([list(before.values()) for _, before in kept])
-    try:
-        yield
-    finally:
-        for base, before in kept:
-            for name in [name for name in vars(base) if name not in before]:
-                _try(delattr, base, name)
-            for name, value in before.items():
-                if vars(base).get(name) is not value:
-                    _try(setattr, base, name, value)
-        for restore in contents:
-            restore()
-
-
-def _attributes(base: type) -> dict[str, Any]:
-    own = ("__dict__", "__weakref__", "__doc__")
-    return {name: value for name, value in vars(base).items() if name not in own}
-
-
-def _contents(values: list[Any]) -> list[Callable[[], object]]:
-    """Return functions that restore the present contents of `values`, at any depth."""
-    found: list[Callable[[], object]] = []
-    waiting, seen = values, set()
+    kept = [(base, dict(vars(base))) for base in bases if base not in _OWN]
+    found: list[Callable[[], object]] = [
+        functools.partial(_restore_attributes, base, before) for base, before in kept
+    ]
+    waiting, seen = [value for _, before in kept for value in before.values()], set()
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
@@ -155,13 +103,17 @@ def _contents(values: list[Any]) -> list[Callable[[], object]]:
     return found
 
 
+def _restore_attributes(base: type, before: dict[str, Any]) -> None:
+    for name in vars(base).keys() | before.keys():
+        # Attributes of the interpreter are read-only, and unchanged.
+        with contextlib.suppress(AttributeError, TypeError):
+            if name not in before:
+                delattr(base, name)
+            elif vars(base).get(name) is not before[name]:
+                setattr(base, name, before[name])
+
+
 def _refill(container: Any, contents: Any) -> None:
     container.clear()
     add = container.extend if isinstance(container, (list, deque)) else container.update
     add(contents)
-
-
-def _try(change: Callable[..., None], *args: Any) -> None:
-    # Attributes of the interpreter are read-only, and unchanged.
-    with contextlib.suppress(AttributeError, TypeError):
-        change(*args)

@@ -16,11 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def find_unmovable_state(optim: Optimizer) -> str | None:
-    """Return where `optim` keeps per-parameter state outside `optim.state`, or None.
-
-    Args:
-        optim: the optimizer. Containers and optimizers in its attributes are searched.
-    """
+    """Return where `optim` keeps per-parameter state outside `optim.state`, or None."""
     params = [param for group in optim.param_groups for param in group["params"]]
     ids = {id(param) for param in params}
     orders = [params, *(group["params"] for group in optim.param_groups)]

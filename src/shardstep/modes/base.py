@@ -273,7 +273,7 @@ class Mode(ShardView):
                 self.pipeline.gradients.has_gradients(),
             )
             self.planner.widened |= more
-            self._switch(self.plan, self.states(), self.masters())
+            self._switch(self.plan, self.local.states(), self.masters())
 
     # ----------------------------------------------------------------------------------- the step
 

@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from shardstep.plan.interval import Interval
+
 Layout = Literal["sliced", "whole"]
 
 
@@ -37,6 +39,11 @@ class ParamSpec:
     def numel(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def whole(self) -> Interval:
+        """The interval of all its elements."""
+        return Interval(0, self.numel)
 
     @property
     def nbytes(self) -> int:

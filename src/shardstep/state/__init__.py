@@ -1,6 +1,5 @@
 """Optimizer state on its way between ranks, and in and out of state dicts.
 
-Reading order: `limits` (what may be claimed) and `tree` (state as text and tensors), `exchange`
-(between ranks), `plain` (the dict of `torch.optim`), `follow` (from plan to plan), `outside` (other
-programs' dicts) and `gaps` (what a dict lacks).
+Reading order: `limits` and `tree` (state as text and tensors), `exchange` (between ranks), `replan`
+(from plan to plan), `torch_dict` and `named_dict` (the formats), `state_dict` and `view`.
 """

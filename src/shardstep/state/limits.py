@@ -1,7 +1,4 @@
-"""Limits for descriptions of tensors, which come from files and from other ranks.
-
-They are checked before anything is allocated, multiplied or walked through.
-"""
+"""Limits for descriptions of tensors from files and other ranks, checked before any allocation."""
 
 from __future__ import annotations
 

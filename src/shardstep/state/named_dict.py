@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import count, islice
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path
 
+from shardstep.params.groups import group_ranges
 from shardstep.params.names import shorten_list, strip_wrapper_prefixes
 
 Groups = Sequence[Mapping[str, Any]]
@@ -17,19 +17,11 @@ Groups = Sequence[Mapping[str, Any]]
 def numbered(
     state_dict: Mapping[str, Any], groups: Groups, names: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Return the dict with numbers, in the order of this optimizer's parameters and groups.
+    """Return a full state dict with numbers, in the order of this optimizer's parameters.
 
     A dict with numbers is returned unchanged, unless its `param_names` are this optimizer's in
-    another order.
-
-    Args:
-        state_dict: an optimizer's full state dict. Names in place of numbers may be nested or flat,
-            as `get_optimizer_state_dict` gives them.
-        groups: the parameter groups of this optimizer.
-        names: its parameters' names, group after group.
-
-    Raises:
-        ValueError: if it has other parameters than this optimizer, or only some of them.
+    another order. A dict with names may be nested or flat, as `get_optimizer_state_dict` gives it.
+    `names` has the names of the parameters in `groups`, in order.
     """
     if "param_groups" in state_dict:
         saved_groups = state_dict["param_groups"]
@@ -39,27 +31,24 @@ def numbered(
             if theirs == own or sorted(theirs) != sorted(own):
                 return state_dict
             state_dict = by_name(state_dict, given)
-    ours = _names_in_groups(groups, names)
-    if "param_groups" not in state_dict:
-        state_dict = _nested(state_dict, ours, groups)
+    else:
+        state_dict = _nested(state_dict, names, groups)
     saved_groups = state_dict["param_groups"]
     saved = [name for group in saved_groups for name in group["params"]]
     index_of = dict(zip(saved, _indices(saved, names), strict=True))
-    left = [(group, {index_of[name] for name in group["params"]}) for group in saved_groups]
+    left = [({index_of[name] for name in group["params"]}, group) for group in saved_groups]
     packed = []
-    numbers = count()
-    for number, group in enumerate(ours):
-        indices = list(islice(numbers, len(group)))
-        match = next((each for each in left if each[1] == set(indices)), None)
+    for number, indices in enumerate(group_ranges(groups)):
+        match = next((each for each in left if each[0] == set(indices)), None)
         if match is None:
             raise ValueError(
                 f"the loaded state dict has no parameter group with exactly the parameters of "
-                f"group {number} here ({shorten_list(group)}); construct the optimizer with the "
-                "same groups as the saved one"
+                f"group {number} here ({shorten_list(names[i] for i in indices)}); construct the "
+                "optimizer with the same groups as the saved one"
             )
         left.remove(match)
-        options = {k: v for k, v in match[0].items() if k not in ("params", "param_names")}
-        packed.append({**options, "params": indices})
+        options = {k: v for k, v in match[1].items() if k not in ("params", "param_names")}
+        packed.append({**options, "params": list(indices)})
     state: dict[Any, Any] = {}
     for name, value in state_dict["state"].items():
         if name in index_of:
@@ -68,12 +57,8 @@ def numbered(
                 state[index_of[name]] = value
         else:
             state[name] = value
-    renumbered = {**state_dict, "state": state, "param_groups": packed}
-    if "masters" in state_dict:
-        renumbered["masters"] = {
-            index_of.get(name, name): master for name, master in state_dict["masters"].items()
-        }
-    return renumbered
+    masters = {index_of.get(k, k): value for k, value in state_dict.get("masters", {}).items()}
+    return {**state_dict, "state": state, "param_groups": packed, "masters": masters}
 
 
 def by_name(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -112,17 +97,8 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
     }
 
 
-def _names_in_groups(groups: Groups, names: Sequence[str]) -> list[list[str]]:
-    left = iter(names)
-    return [list(islice(left, len(group["params"]))) for group in groups]
-
-
 def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:
-    """Return the position in `names` of each saved name.
-
-    Raises:
-        ValueError: if the two do not name the same parameters.
-    """
+    """Return the position in `names` of each saved name, or raise if the two sets differ."""
     theirs, ours = strip_wrapper_prefixes(saved), strip_wrapper_prefixes(names)
     if all(name == f"param {number}" for number, name in enumerate(ours)) and theirs != ours:
         raise ValueError(
@@ -148,9 +124,7 @@ def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:
     return [index_of[name] for name in theirs]
 
 
-def _nested(
-    flat: Mapping[str, Any], ours: Sequence[Sequence[str]], groups: Groups
-) -> dict[str, Any]:
+def _nested(flat: Mapping[str, Any], names: Sequence[str], groups: Groups) -> dict[str, Any]:
     """Return the nested form of a dict with keys `state.NAME.KEY` and `param_groups.NAME.KEY`."""
     options: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
@@ -163,20 +137,17 @@ def _nested(
             f"'param_groups.NAME.OPTION' among its keys ({shorten_list(flat)})"
         )
     saved = list(options)
-    names = [name for group in ours for name in group]
-    in_our_order = dict(sorted(zip(_indices(saved, names), saved, strict=True))).values()
+    saved_at = dict(zip(_indices(saved, names), saved, strict=True))
     packed: list[dict[str, Any]] = []
-    for members, own in zip(_names_in_groups(groups, [*in_our_order]), groups, strict=True):
-        if not members:
-            packed.append({**own, "params": []})
-            continue
+    for indices, own in zip(group_ranges(groups), groups, strict=True):
+        members = [saved_at[index] for index in indices]
         for name in members:
             if not _same_options(options[name], options[members[0]]):
                 raise ValueError(
                     f"parameters {members[0]!r} and {name!r} are in one group here, but were saved "
                     "with different options; construct the optimizer with the same groups"
                 )
-        packed.append({**options[members[0]], "params": members})
+        packed.append({**(options[members[0]] if members else own), "params": members})
     state: dict[str, Any] = {}
     for key, value in flat.items():
         if key.startswith("state."):

@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from shardstep.comm import Comm
 from shardstep.local.multi_class import optimizer_name
 from shardstep.local.unmovable_state import find_unmovable_state
-from shardstep.plan import Holding, Interval, ParamSpec, ShardPlan
+from shardstep.plan import Holding, ParamSpec, ShardPlan
 from shardstep.state.exchange import move_state
-from shardstep.state.state_dict import device_of
 from shardstep.state.torch_dict import slice_state
 
 
@@ -28,20 +27,10 @@ def move_states(
     states: Mapping[int, Any],
     params: Sequence[torch.Tensor],
 ) -> dict[int, Any]:
-    """Give every rank the state of its pieces under another plan. Called on every rank.
+    """Return copies of the states of this rank's pieces under another plan. Called on every rank.
 
-    Args:
-        comm: the ranks.
-        before: the plan that the state was kept under.
-        after: the plan to come, of the same parameters or more.
-        states: this rank's states by parameter number.
-        params: all parameters of `after`; the state is put where its parameter is.
-
-    Returns:
-        The states of this rank's pieces under `after`, in memory of their own.
-
-    Raises:
-        RuntimeError: on every rank, if the state of some parameter cannot be put together.
+    `after` has the same parameters as `before`, or more. `states` is by parameter number, and goes
+    to the devices of `params`.
     """
     restrided = {
         param
@@ -51,7 +40,7 @@ def move_states(
 
     def wanted(group_rank: int) -> Holding:
         return {
-            param: Interval(0, after.specs[param].numel) if param in restrided else interval
+            param: after.specs[param].whole if param in restrided else interval
             for param, interval in after.intervals(group_rank).items()
         }
 
@@ -61,7 +50,7 @@ def move_states(
         held=[before.intervals(rank) for rank in range(comm.world_size)],
         wanted=[wanted(rank) for rank in range(comm.world_size)],
         states=states,
-        device=lambda index, leaf: device_of(params[index], leaf),
+        params=params,
     )
     mine = after.intervals(comm.group_rank)
     return {

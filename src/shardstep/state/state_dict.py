@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 from shardstep.comm import Comm
 from shardstep.comm.consensus import check_same_on_all_ranks
 from shardstep.local.multi_class import extras
-from shardstep.plan import Interval, ShardPlan
+from shardstep.plan import ShardPlan
 from shardstep.state.exchange import move_state
 from shardstep.state.missing_state import warn_of_missing_state
 from shardstep.state.named_dict import numbered
-from shardstep.state.torch_dict import described_in, load_share, masters_in, pack_groups
-from shardstep.state.tree import Leaf
+from shardstep.state.torch_dict import load_share, masters_in, match_params, pack_groups
 from shardstep.state.view import ShardView
 
 StateDict = dict[str, Any]
@@ -29,20 +28,7 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 def consolidate(shards: ShardView, groups: Groups, to: int) -> StateDict | None:
-    """Gather the whole state on one rank, in its CPU memory. Called on every rank.
-
-    Args:
-        shards: this rank's share.
-        groups: the parameter groups that the user sees.
-        to: the group rank that receives the state.
-
-    Returns:
-        The full state dict on rank `to`, None elsewhere.
-
-    Raises:
-        ValueError: on every rank, if there is no such rank, or ranks pass different ones.
-        RuntimeError: on every rank, if there is state that cannot be sent.
-    """
+    """Gather the whole state on group rank `to`, in its CPU memory. Called on every rank."""
     comm, plan = shards.comm, shards.plan
 
     def check() -> tuple[int, list[str]]:
@@ -51,7 +37,7 @@ def consolidate(shards: ShardView, groups: Groups, to: int) -> StateDict | None:
         return to, [f"to={to}"]
 
     check_same_on_all_ranks(comm, "consolidate_state_dict", check)
-    everything = {index: Interval(0, spec.numel) for index, spec in enumerate(plan.specs)}
+    everything = {index: spec.whole for index, spec in enumerate(plan.specs)}
 
     def gather(states: Mapping[int, Any]) -> dict[int, Any]:
         moved = move_state(
@@ -60,17 +46,17 @@ def consolidate(shards: ShardView, groups: Groups, to: int) -> StateDict | None:
             held=[plan.intervals(rank) for rank in range(comm.world_size)],
             wanted=[everything if rank == to else {} for rank in range(comm.world_size)],
             states=states,
-            device=lambda index, leaf: torch.device("cpu"),
+            params=None,
         )
         return dict(sorted(moved.items()))
 
-    states = gather(shards.states())
+    states = gather(shards.local.states())
     masters = gather(shards.masters()) if shards.widened else {}
     if comm.group_rank != to:
         return None
     shards.sync_options()
     state_dict: StateDict = {
-        "state": {**states, **copy.deepcopy(shards.global_state())},
+        "state": {**states, **copy.deepcopy(shards.local.global_state())},
         "param_groups": pack_groups(groups),
         **copy.deepcopy(extras(shards.optim)),
     }
@@ -82,11 +68,7 @@ def consolidate(shards: ShardView, groups: Groups, to: int) -> StateDict | None:
 
 
 def copy_consolidated(consolidated: StateDict | None, comm: Comm) -> StateDict:
-    """Return a copy of a consolidated dict that the caller may change.
-
-    Raises:
-        RuntimeError: if there is none on this rank.
-    """
+    """Return a copy that the caller may change, or raise if this rank has none to copy."""
     rank = comm.group_rank
     if consolidated is None:
         raise RuntimeError(
@@ -100,25 +82,20 @@ def copy_consolidated(consolidated: StateDict | None, comm: Comm) -> StateDict:
 
 
 def load_full(shards: ShardView, groups: Groups, state_dict: Mapping[str, Any]) -> None:
-    """Load this rank's share of a full state dict; nothing is sent.
+    """Load this rank's share of a full state dict, with numbers or names. Nothing is sent.
 
-    Args:
-        shards: this rank's share.
-        groups: the parameter groups that the user sees.
-        state_dict: a full state dict, with parameter numbers or names.
-
-    Raises:
-        ValueError: if it does not fit; found on every rank, before anything is changed.
+    A dict that does not fit raises a ValueError on every rank, before anything is changed.
     """
     plan, rank = shards.plan, shards.comm.group_rank
-    by_number = dict(numbered(state_dict, groups, [spec.name for spec in plan.specs]))
-    shards.give_masters(described_in(by_number, groups))
-    masters = masters_in(by_number, groups, plan, rank)
-    present = load_share(by_number, groups=groups, plan=plan, group_rank=rank, local=shards.optim)
+    full = match_params(numbered(state_dict, groups, [spec.name for spec in plan.specs]), groups)
+    present = {index for index in range(len(plan.specs)) if full["state"].get(index)}
+    masters = masters_in(full, plan, rank)
+    shards.give_masters({*present, *full["masters"]})
+    load_share(full, plan, rank, shards.optim)
     shards.set_masters(masters)
-    shards.rounding_step = by_number.get("rounding_step", shards.rounding_step)
-    shards.publish_options()
-    warn_of_missing_state(shards.rehearse, plan, rank, present)
+    shards.rounding_step = full.get("rounding_step", shards.rounding_step)
+    shards.local.publish_options()
+    warn_of_missing_state(shards, present)
 
 
 def gather_whole(
@@ -128,31 +105,20 @@ def gather_whole(
     held: Mapping[int, Any],
     params: Sequence[torch.Tensor],
 ) -> Any:
-    """Gather the state of one parameter on every rank; None if no rank has any.
+    """Gather the state of parameter `index` on every rank, on the devices of the parameters.
 
-    Called on every rank.
-
-    Args:
-        comm: the ranks.
-        plan: the placement.
-        index: the number of the parameter.
-        held: this rank's states by parameter number.
-        params: all parameters; the state is put where its parameter is.
+    Called on every rank. `held` is this rank's state by parameter number. Returns None if no rank
+    has any state.
     """
     moved = move_state(
         comm,
         plan.specs,
         held=[plan.intervals(rank) for rank in range(comm.world_size)],
-        wanted=[{index: Interval(0, plan.specs[index].numel)}] * comm.world_size,
+        wanted=[{index: plan.specs[index].whole}] * comm.world_size,
         states={number: state for number, state in held.items() if number == index},
-        device=lambda number, leaf: device_of(params[number], leaf),
+        params=params,
     )
     return moved.get(index)
-
-
-def device_of(param: torch.Tensor, leaf: Leaf) -> torch.device:
-    """Return the parameter's device, or the CPU for state that was kept there."""
-    return torch.device("cpu") if leaf.on_cpu else param.device
 
 
 def run_state_dict_hooks(optimizer: Optimizer, make: Callable[[], StateDict]) -> StateDict:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Mapping, Sequence
-from itertools import count, islice
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from shardstep.layouts.known_classes import ELEMENT_WISE
-from shardstep.local.multi_class import MultiClass, of_one_class
+from shardstep.local.multi_class import MultiClass, of_one_class, parts_of
 from shardstep.params.dtensor import local_part
+from shardstep.params.groups import group_ranges
 from shardstep.params.storage import flat
 from shardstep.plan import Interval, ParamSpec, ShardPlan
 from shardstep.state.tree import own_copy
@@ -31,69 +31,58 @@ SCALARS = ("mu_product", "eta", "mu")
 def pack_groups(groups: Groups) -> list[dict[str, Any]]:
     """Return the groups with numbers in place of parameters, and copies of tensor options."""
     packed = []
-    numbers = count()
-    for group in groups:
-        options = {
-            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        packed.append({**options, "params": list(islice(numbers, len(group["params"])))})
+    for group, indices in zip(groups, group_ranges(groups), strict=True):
+        options = {key: value for key, value in group.items() if key != "params"}
+        options = tree_map_only(torch.Tensor, lambda value: value.detach().clone(), options)
+        packed.append({**options, "params": list(indices)})
     return packed
 
 
-def load_share(
-    state_dict: Mapping[str, Any],
-    groups: Groups,
-    plan: ShardPlan,
-    group_rank: int,
-    local: Optimizer,
-) -> set[int]:
-    """Load `group_rank`'s share of a full state dict into `local`, the optimizer on its pieces.
+def match_params(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+    """Return the dict with the parameter at the same position for each saved identifier."""
+    saved = state_dict["param_groups"]
+    ours, theirs = ([len(group["params"]) for group in each] for each in (groups, saved))
+    if ours != theirs:
+        raise ValueError(
+            f"the loaded state dict has parameter groups of lengths {theirs}, but this optimizer "
+            f"has groups of lengths {ours}; construct it with the same groups as the saved one"
+        )
+    identifiers = [identifier for group in saved for identifier in group["params"]]
+    index_of = {identifier: index for index, identifier in enumerate(identifiers)}
+    return {
+        **state_dict,
+        "state": {index_of.get(key, key): value for key, value in state_dict["state"].items()},
+        "masters": {index_of.get(k, k): m for k, m in state_dict.get("masters", {}).items()},
+        "param_groups": [
+            {**group, "params": list(indices)}
+            for group, indices in zip(saved, group_ranges(groups), strict=True)
+        ],
+    }
 
-    Args:
-        state_dict: the full state dict, of this optimizer unsharded.
-        groups: the parameter groups of all parameters.
-        plan: the placement.
-        group_rank: whose share to take.
-        local: the optimizer on that rank's pieces, in the groups of their parameters.
 
-    Returns:
-        The parameters that the dict has state for.
+def load_share(full: Mapping[str, Any], plan: ShardPlan, group_rank: int, local: Optimizer) -> None:
+    """Load `group_rank`'s share of a matched state dict into `local`, the optimizer on its pieces.
 
-    Raises:
-        ValueError: on every rank and before any change, if the dict does not fit.
+    A dict that does not fit raises a ValueError on every rank, before any change.
     """
-    saved_groups = state_dict["param_groups"]
-    index_of = _match(saved_groups, groups)
+    groups = full["param_groups"]
     if not isinstance(local, MultiClass):
-        saved_groups = of_one_class(saved_groups, type(local))
+        groups = of_one_class(groups, type(local))
     held = plan.intervals(group_rank)
     mine: dict[int, Any] = {}
     global_state: dict[Any, Any] = {}
-    present = set()
-    for identifier, value in state_dict["state"].items():
-        index = index_of.get(identifier)
-        if index is None:
-            global_state[identifier] = copy.deepcopy(value)
+    for index, value in full["state"].items():
+        if index not in range(len(plan.specs)):
+            global_state[index] = copy.deepcopy(value)
             continue
         spec = plan.specs[index]
         if spec.layout == "sliced" or type(local) in ELEMENT_WISE:
             _check_shapes(value, spec)
-        if value:
-            present.add(index)
         if index in held:
             mine[index] = slice_state(value, held[index], spec)
-    packed = [
-        {**group, "params": [index_of[identifier] for identifier in group["params"]]}
-        for group in saved_groups
-    ]
-    extra = {k: copy.deepcopy(value) for k, value in state_dict.items() if k not in KNOWN_KEYS}
-    wide = {index_of.get(identifier) for identifier in state_dict.get("masters", ())}
-    if "rounding_step" in state_dict:
-        wide.update(held)
-    install(local, sorted(held), mine, global_state, packed, plan.specs, extra, wide)
-    return present
+    extra = {key: copy.deepcopy(value) for key, value in full.items() if key not in KNOWN_KEYS}
+    wide = {*full["masters"], *(held if "rounding_step" in full else ())}
+    install(local, sorted(held), mine, global_state, groups, plan.specs, extra, wide)
 
 
 def install(
@@ -106,17 +95,10 @@ def install(
     extra: Mapping[str, Any],
     wide: Container[int | None],
 ) -> None:
-    """Load state and group options into the optimizer on some pieces.
+    """Load state and group options into `local`, which has the pieces of the parameters `held`.
 
-    Args:
-        local: the optimizer.
-        held: the numbers of the parameters whose pieces it has, in order.
-        states: state by the parameter's number.
-        global_state: state that belongs to no parameter.
-        groups: the groups of all parameters, with their numbers.
-        specs: all parameters.
-        extra: entries of the state dict that only the class reads.
-        wide: parameters whose state was saved for a master or for a tensor of a wider dtype.
+    `global_state` belongs to no parameter, and only the class reads `extra`. The state of the
+    parameters in `wide` was saved for a master or for a tensor of a wider dtype.
     """
     # torch numbers the pieces of the local optimizer in the order of its groups.
     numbers = {index: number for number, index in enumerate(held)}
@@ -132,34 +114,16 @@ def install(
     _undo_casts(local, state, [None if index in wide else specs[index].dtype for index in held])
 
 
-def described_in(state_dict: Mapping[str, Any], groups: Groups) -> list[int]:
-    """Return the parameters that a full state dict has state or a master for.
-
-    Raises:
-        ValueError: on every rank, if the dict does not fit.
-    """
-    index_of = _match(state_dict["param_groups"], groups)
-    found = {key for key, value in state_dict["state"].items() if value}
-    found.update(state_dict.get("masters", {}))
-    return sorted(index_of[key] for key in found if key in index_of)
-
-
 def masters_in(
-    state_dict: Mapping[str, Any], groups: Groups, plan: ShardPlan, group_rank: int
+    full: Mapping[str, Any], plan: ShardPlan, group_rank: int
 ) -> dict[int, torch.Tensor]:
-    """Return the masters of `group_rank`'s pieces in a full state dict, by parameter.
-
-    Raises:
-        ValueError: on every rank, if the dict does not fit.
-    """
-    index_of = _match(state_dict["param_groups"], groups)
+    """Return the masters of `group_rank`'s pieces in a matched state dict, by parameter."""
     held = plan.intervals(group_rank)
     share: dict[int, torch.Tensor] = {}
-    for identifier, master in state_dict.get("masters", {}).items():
-        index = index_of.get(identifier)
-        if index is None:
+    for index, master in full["masters"].items():
+        if index not in range(len(plan.specs)):
             raise ValueError(
-                f"the loaded state dict has a master for {identifier!r}, which is in no group"
+                f"the loaded state dict has a master for {index!r}, which is in no group"
             )
         spec = plan.specs[index]
         if master.shape != spec.shape:
@@ -170,18 +134,6 @@ def masters_in(
         if index in held:
             share[index] = slice_state(master, held[index], spec)
     return share
-
-
-def _match(saved: Groups, groups: Groups) -> dict[Any, int]:
-    """Map each identifier in the saved groups to the parameter at the same position."""
-    ours, theirs = ([len(group["params"]) for group in each] for each in (groups, saved))
-    if ours != theirs:
-        raise ValueError(
-            f"the loaded state dict has parameter groups of lengths {theirs}, but this optimizer "
-            f"has groups of lengths {ours}; construct it with the same groups as the saved one"
-        )
-    identifiers = [identifier for group in saved for identifier in group["params"]]
-    return {identifier: index for index, identifier in enumerate(identifiers)}
 
 
 def _check_shapes(value: Any, spec: ParamSpec) -> None:
@@ -222,25 +174,22 @@ def _undo_casts(
     The moments of torch's own classes have the parameter's dtype anyway; only `SCALARS` do not.
     Other classes may keep fp32 or quantised state for 16-bit parameters: the cast would ruin it.
     """
+    part_of = {p: part for part in parts_of(local) for g in part.param_groups for p in g["params"]}
     params = [param for group in local.param_groups for param in group["params"]]
-    for part in local.parts if isinstance(local, MultiClass) else [local]:
-        if type(part).load_state_dict is not Optimizer.load_state_dict:
+    for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
+        kind = type(part_of[param])
+        if number not in saved or kind.load_state_dict is not Optimizer.load_state_dict:
             continue
-        own = {param for group in part.param_groups for param in group["params"]}
-        torchs = type(part).__module__.startswith("torch.optim")
-        for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
-            if number not in saved or param not in own:
-                continue
-            state = local.state[param]
-            if not torchs:
-                # State in the dtype of a 16-bit parameter follows it to its new master. With a
-                # saved master, 16-bit state is the choice of the class.
-                cast = dtype if param.dtype != dtype else None
-                local.state[param] = _recast(state, saved[number], cast)
-                continue
+        state = local.state[param]
+        if kind.__module__.startswith("torch.optim"):
             for key in SCALARS:
                 if isinstance(saved[number].get(key), torch.Tensor):
                     state[key] = saved[number][key].to(state[key].device)
+        else:
+            # State in the dtype of a 16-bit parameter follows it to its new master. With a saved
+            # master, 16-bit state is the choice of the class.
+            cast = dtype if param.dtype != dtype else None
+            local.state[param] = _recast(state, saved[number], cast)
 
 
 def _recast(loaded: Any, saved: Any, cast: torch.dtype | None) -> Any:

@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ from shardstep.state.limits import MAX_DEPTH, is_counts, is_sizes
 
 Node = list[Any]
 """A value in JSON: `["value", x]`, `["dict", [[key, node], ...]]`, `["list", [node, ...]]`,
-`["tuple", [node, ...]]`, `["deque", [node, ...], maxlen]` or
-`["tensor", dtype, shape, stride, on_cpu, data or null]`; `["dtype", name]` and `["size", [n, ...]]`
-for torch's own types; and, for a wrapper subclass of tensors,
+`["tuple", [node, ...]]`, `["deque", [node, ...], maxlen]`, `["dtype", name]`, `["size", [n, ...]]`,
+`["tensor", dtype, shape, stride, on_cpu, data or null]`, and, for a wrapper subclass of tensors,
 `["wrapper", class, [[name, node], ...], context node, shape, stride]`."""
 
 INLINE_NBYTES = 64
@@ -36,13 +36,10 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor in the state of one parameter.
+    """A dense tensor in the state of one parameter, at a path such as `"factors.0"`.
 
-    Attributes:
-        path: its keys in the state, such as `"exp_avg"` or `"factors.0"`.
-        dtype, shape, stride: its form. The stride is that of a dense tensor.
-        on_cpu: it is on the CPU whatever its parameter's device is.
-        data: its bytes in hexadecimal, if it is small.
+    `on_cpu` is True if it is on the CPU whatever its parameter's device is. `data` has the bytes of
+    a small tensor in hexadecimal.
     """
 
     path: str
@@ -67,11 +64,7 @@ class Leaf:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, for `dtype_named`.
-
-    Raises:
-        TypeError: if tensors of this dtype cannot be described.
-    """
+    """Return the name of a dtype, for `dtype_named`."""
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise TypeError(f"tensors of dtype {name} cannot be sent or saved")
@@ -79,11 +72,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    """Return the dtype of this name.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Return the dtype of this name, or raise a ValueError."""
     # Not by getattr(torch, name): that may import a submodule.
     if not isinstance(name, str) or name not in _DTYPES:
         raise ValueError(f"there is no dtype {name!r}")
@@ -91,34 +80,12 @@ def dtype_named(name: Any) -> torch.dtype:
 
 
 def encode(value: Any, path: str = "", depth: int = 0) -> tuple[Node, list[torch.Tensor]]:
-    """Return a description of `value` and its tensors, dense and in the same order.
-
-    Raises:
-        TypeError: if JSON cannot describe a part of it.
-    """
+    """Return a description of `value` and its tensors, dense and in the same order."""
     if depth > MAX_DEPTH:
         raise TypeError(f"state {path[:80]!r} has dicts and lists more than {MAX_DEPTH} deep")
     if isinstance(value, torch.Tensor):
-        if is_traceable_wrapper_subclass(value):
-            return _encode_wrapper(value, path)
-        tensor = value.detach()
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        if not plain or tensor.is_quantized or tensor.is_meta:
-            raise TypeError(
-                f"state {path!r} is a {type(value).__name__} ({value.layout}, {value.dtype}, on "
-                f"{value.device}), which cannot be sent or saved"
-            )
-        tensor = tensor.resolve_conj().resolve_neg()
-        if not is_dense(tensor):
-            tensor = tensor.contiguous()
-        data = None
-        if tensor.nbytes <= INLINE_NBYTES:
-            raw = flat(tensor).cpu().view(torch.uint8) if tensor.numel() else ()
-            data = bytes(int(byte) for byte in raw).hex()
-        # Paged memory, as bitsandbytes allocates it, belongs to the device too.
-        on_cpu = tensor.device.type == "cpu" and not getattr(value, "is_paged", False)
-        shape, stride = list(tensor.shape), list(tensor.stride())
-        return ["tensor", name_of(tensor.dtype), shape, stride, on_cpu, data], [tensor]
+        wrapper = is_traceable_wrapper_subclass(value)
+        return _encode_wrapper(value, path) if wrapper else _encode_tensor(value, path)
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["value", value], []
     if isinstance(value, torch.dtype):
@@ -128,33 +95,48 @@ def encode(value: Any, path: str = "", depth: int = 0) -> tuple[Node, list[torch
     if not isinstance(value, Mapping) and type(value) not in (list, tuple, deque):
         kind = type(value).__name__
         raise TypeError(f"state {path!r} is a {kind}, which cannot be sent or saved")
-    keys, nodes, tensors = [], [], []
+    items, tensors = [], []
     for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
         if not isinstance(key, (str, int, float)):
             raise TypeError(f"state {path!r} has a key of type {type(key).__name__}")
         node, found = encode(item, _join(path, key), depth + 1)
-        keys.append(key)
-        nodes.append(node)
+        items.append([key, node])
         tensors += found
     if isinstance(value, Mapping):
-        return ["dict", [list(pair) for pair in zip(keys, nodes, strict=True)]], tensors
-    if isinstance(value, deque):
-        return ["deque", nodes, value.maxlen], tensors
-    return [type(value).__name__, nodes], tensors
+        return ["dict", items], tensors
+    length = [value.maxlen] if isinstance(value, deque) else []
+    return [type(value).__name__, [node for _, node in items], *length], tensors
 
 
 def _join(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
+def _encode_tensor(value: torch.Tensor, path: str) -> tuple[Node, list[torch.Tensor]]:
+    tensor = value.detach()
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    if not plain or tensor.is_quantized or tensor.is_meta:
+        raise TypeError(
+            f"state {path!r} is a {type(value).__name__} ({value.layout}, {value.dtype}, on "
+            f"{value.device}), which cannot be sent or saved"
+        )
+    tensor = tensor.resolve_conj().resolve_neg()
+    if not is_dense(tensor):
+        tensor = tensor.contiguous()
+    data = None
+    if tensor.nbytes <= INLINE_NBYTES:
+        raw = flat(tensor).cpu().view(torch.uint8).tolist() if tensor.numel() else ()
+        data = bytes(raw).hex()
+    # Paged memory, as bitsandbytes allocates it, belongs to the device too.
+    on_cpu = tensor.device.type == "cpu" and not getattr(value, "is_paged", False)
+    shape, stride = list(tensor.shape), list(tensor.stride())
+    return ["tensor", name_of(tensor.dtype), shape, stride, on_cpu, data], [tensor]
+
+
 def _encode_wrapper(value: Any, path: str) -> tuple[Node, list[torch.Tensor]]:
     """Describe a wrapper subclass, such as quantised state: codes and scales."""
     names, context = value.__tensor_flatten__()
-    items, tensors = [], []
-    for name in names:
-        node, found = encode(getattr(value, name), f"{path}.{name}")
-        items.append([name, node])
-        tensors += found
+    (_, items), tensors = encode({name: getattr(value, name) for name in names}, path)
     context, found = encode(context, f"{path}.context")
     if found:
         raise TypeError(
@@ -169,9 +151,6 @@ def wrap(kind: str, inner: Mapping[str, Any], context: Any, shape: Any, stride: 
     """Return a tensor of the wrapper subclass `kind`.
 
     Nothing is imported by name: a rank that receives such state already uses the class.
-
-    Raises:
-        TypeError: if this process has no such class.
     """
     module, _, name = kind.partition(":")
     found: Any = sys.modules.get(module)
@@ -193,30 +172,21 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     # Not by clone(): the class may lack it, or it may drop attributes.
     names, context = tensor.__tensor_flatten__()
     inner = {name: own_copy(getattr(tensor, name)) for name in names}
-    made: torch.Tensor = type(tensor).__tensor_unflatten__(
-        inner, context, tensor.shape, tensor.stride()
-    )
+    kind: Any = type(tensor)
+    made: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
     return made
 
 
 def decode(
     node: Node,
-    leaf: Callable[[Leaf], torch.Tensor],
+    leaf: Callable[[Leaf], object],
     path: str = "",
     depth: int = 0,
     wrap: Callable[..., Any] = wrap,
 ) -> Any:
     """Return the value that `node` describes, with its tensors made by `leaf`, in order.
 
-    Args:
-        node: the description.
-        leaf: makes a tensor of this form.
-        path: the keys of this value in the state.
-        depth: the number of containers around it.
-        wrap: makes a tensor of a wrapper subclass, as `wrap` of this module does.
-
-    Raises:
-        ValueError: if the description is invalid.
+    `wrap` makes tensors of wrapper subclasses. A description that is invalid raises a ValueError.
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"{path[:80]!r} has dicts and lists more than {MAX_DEPTH} deep")
@@ -234,9 +204,7 @@ def decode(
             raise ValueError(f"{path!r} is described as a shape, but cannot be one")
         return torch.Size(node[1])
     if kind == "wrapper":
-        inner = {
-            name: decode(item, leaf, f"{path}.{name}", depth + 1, wrap) for name, item in node[2]
-        }
+        inner = decode(["dict", node[2]], leaf, path, depth, wrap)
         context = decode(node[3], leaf, path, depth + 1, wrap)
         if not (is_sizes(node[4]) and is_counts(node[5]) and isinstance(node[1], str)):
             raise ValueError(f"{path!r} has an impossible class, shape or stride")
@@ -260,11 +228,7 @@ def decode(
 
 
 def _leaf(path: str, dtype: Any, shape: Any, stride: Any, on_cpu: Any, data: Any) -> Leaf:
-    """Return the description of a tensor, checked: it comes from other ranks or from files.
-
-    Raises:
-        ValueError: if there can be no such tensor.
-    """
+    """Return the description of a tensor, checked: it comes from other ranks or from files."""
     if not (is_sizes(shape) and is_counts(stride) and fills_memory(shape, stride)):
         raise ValueError(f"tensor {path!r} has an impossible shape or stride")
     leaf = Leaf(path, dtype_named(dtype), tuple(shape), tuple(stride), bool(on_cpu), data)
@@ -278,31 +242,24 @@ def _leaf(path: str, dtype: Any, shape: Any, stride: Any, on_cpu: Any, data: Any
 def leaves(node: Node) -> list[Leaf]:
     """Return the tensors that `node` describes, in order."""
     found: list[Leaf] = []
-
-    def note(leaf: Leaf) -> torch.Tensor:
-        found.append(leaf)
-        return torch.empty(0)
-
-    decode(node, note, wrap=lambda *described: None)
+    decode(node, found.append, wrap=lambda *described: None)
     return found
 
 
 def wrappers(node: Node) -> list[str]:
     """Return the classes of the wrapper subclasses in `node`."""
     found: list[str] = []
-    decode(node, lambda leaf: torch.empty(0), wrap=lambda kind, *described: found.append(kind))
+    decode(node, lambda leaf: None, wrap=lambda kind, *described: found.append(kind))
     return found
 
 
 def with_leaves(node: Node, leaf: Callable[[int, Node], Node]) -> Node:
     """Return `node` with each tensor's description replaced by `leaf(number, description)`."""
-    number = -1
+    numbers = count()
 
     def walk(node: Node) -> Node:
-        nonlocal number
         if node[0] == "tensor":
-            number += 1
-            return leaf(number, node)
+            return leaf(next(numbers), node)
         if node[0] == "dict":
             return ["dict", [[key, walk(item)] for key, item in node[1]]]
         if node[0] == "wrapper":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
 
 from shardstep.comm import Comm
+from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.plan import ShardPlan
 from shardstep.precision import MixedPrecision
 
@@ -18,21 +19,15 @@ if TYPE_CHECKING:
 
 
 class ShardView:
-    """One rank's share of a sharded optimizer: plan, parameters, state and masters.
-
-    Attributes:
-        comm: the ranks that share the state.
-        planner: plans the placement of the parameters.
-        pipeline: the step under the plan in force.
-        names_are_of_module: whether names come from `module=`, and so carry no DDP prefix.
-        begun: the parameters that ever trained or were given state.
-    """
+    """One rank's share of a sharded optimizer: plan, parameters, state and masters."""
 
     comm: Comm
     planner: Planner
     pipeline: Pipeline
     names_are_of_module: bool
+    """True if names come from `module=`, and so carry no DDP prefix."""
     begun: set[int]
+    """The parameters that ever trained or were given state."""
 
     @property
     def plan(self) -> ShardPlan:
@@ -45,8 +40,13 @@ class ShardView:
         return self.pipeline.params.params
 
     @property
+    def local(self) -> LocalOptimizer:
+        """The optimizer on this rank's pieces, with its state."""
+        return self.pipeline.local
+
+    @property
     def optim(self) -> Optimizer:
-        """The local optimizer."""
+        """The instance of the user's class in `local`."""
         return self.pipeline.local.optim
 
     @property
@@ -58,15 +58,6 @@ class ShardView:
     def widened(self) -> set[int]:
         """The parameters that are stepped on in a wider dtype, or were before they froze."""
         return self.planner.widened
-
-    @property
-    def stepped(self) -> bool:
-        """True once a step was taken, here or before the loaded state was saved."""
-        return self.pipeline.local.stepped
-
-    @stepped.setter
-    def stepped(self, value: bool) -> None:
-        self.pipeline.local.stepped = value
 
     @property
     def rounding_step(self) -> int:
@@ -81,26 +72,10 @@ class ShardView:
         """Wait until every gather in flight has arrived."""
         self.pipeline.gather.wait()
 
-    def states(self) -> dict[int, Any]:
-        """Return this rank's state by parameter number, in use and not copied."""
-        return self.pipeline.local.states()
-
-    def global_state(self) -> dict[Any, Any]:
-        """Return the state that belongs to no parameter."""
-        return self.pipeline.local.global_state()
-
-    def rehearse(self, params: Iterable[int]) -> tuple[dict[int, Any], dict[Any, Any]]:
-        """Return the state that a first step would make for `params`, and the global state."""
-        return self.pipeline.local.rehearse(set(params))
-
     def sync_options(self) -> None:
         """Copy options from the exposed groups to the local optimizer, and back."""
-        self.pipeline.local.push_options()
-        self.pipeline.local.publish_options()
-
-    def publish_options(self) -> None:
-        """Copy options from the local optimizer to the exposed groups."""
-        self.pipeline.local.publish_options()
+        self.local.push_options()
+        self.local.publish_options()
 
     def masters(self) -> dict[int, torch.Tensor]:
         """Return this rank's masters by parameter number, in use and not copied."""
@@ -108,10 +83,7 @@ class ShardView:
         return self.pipeline.params.shard.wide.values()
 
     def set_masters(self, masters: Mapping[int, torch.Tensor]) -> None:
-        """Copy these into the masters; make the others from the parameters.
-
-        A master that does not round to its parameter is replaced at the next step.
-        """
+        """Copy these into the masters; make the others from the parameters."""
         self.wait_for_params()
         self.pipeline.params.shard.wide.set_values(None)
         self.pipeline.params.shard.wide.set_values(masters)
@@ -121,11 +93,7 @@ class ShardView:
         raise NotImplementedError
 
     def index_of(self, parameter: torch.Tensor | str) -> int:
-        """Return the number of a parameter, given itself or by name.
-
-        Raises:
-            ValueError: if the optimizer does not have it.
-        """
+        """Return the number of a parameter, given itself or by name, or raise a ValueError."""
         for index, (param, spec) in enumerate(zip(self.params, self.plan.specs, strict=True)):
             if param is parameter or spec.name == parameter:
                 return index

@@ -132,8 +132,8 @@ class Sharded:
         )
         shards.set_masters(masters)
         shards.rounding_step = state_dict.get("rounding_step", shards.rounding_step)
-        shards.publish_options()
-        warn_of_missing_state(shards.rehearse, plan, group_rank, with_state)
+        shards.local.publish_options()
+        warn_of_missing_state(shards, with_state)
 
 
 class _ShardedDict(dict[str, Any]):

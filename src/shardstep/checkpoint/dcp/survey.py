@@ -34,7 +34,7 @@ def survey_state(shards: ShardView) -> tuple[dict[int, ParamState], dict[Any, Gl
     """Return the structure of all state, by parameter number and by key. Called on every rank."""
     comm, plan = shards.comm, shards.plan
     held = [plan.intervals(rank) for rank in range(plan.world_size)]
-    states = {index: state for index, state in shards.states().items() if state}
+    states = {index: state for index, state in shards.local.states().items() if state}
     kept, tensors = survey(comm, plan.specs, held, states)
     found = {index: ParamState(each, True, tensors.get(index, ())) for index, each in kept.items()}
     lacking = [i for i, spec in enumerate(plan.specs) if spec.trainable and i not in kept]
@@ -43,7 +43,7 @@ def survey_state(shards: ShardView) -> tuple[dict[int, ParamState], dict[Any, Gl
         rehearsed: dict[int, Any] = {}
         failure = None
         try:
-            rehearsed, expected = shards.rehearse(lacking)
+            rehearsed, expected = shards.local.rehearse(lacking)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         failures = {rank: why for rank, why in enumerate(all_gather_json(comm, failure)) if why}
@@ -59,7 +59,7 @@ def survey_state(shards: ShardView) -> tuple[dict[int, ParamState], dict[Any, Gl
             kept, tensors = survey(comm, plan.specs, held, rehearsed)
             for index, each in kept.items():
                 found[index] = ParamState(each, False, tensors.get(index, ()))
-    return found, _survey_global_state(comm, shards.global_state(), expected)
+    return found, _survey_global_state(comm, shards.local.global_state(), expected)
 
 
 def _survey_global_state(
