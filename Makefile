@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow coverage check bench docs format clean
+.PHONY: help demo test test-slow test-nccl coverage check bench docs format clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,6 +23,11 @@ test: $(READY)  ## run the fast tests
 
 test-slow: $(READY)  ## run the slow tests: more ranks, many iterations under load
 	$(BIN)/python -m pytest -n 2 -m slow tests
+
+test-nccl: $(READY)  ## run every scenario over NCCL, with several ranks on one GPU
+	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
+		then $(BIN)/python -m pytest -n 4 -m nccl tests/nccl; \
+		else echo "test-nccl: there is no GPU here, so nothing was run"; fi
 
 coverage: $(READY)  ## run all tests, fast and slow, with coverage of every rank
 	$(BIN)/python -m coverage erase

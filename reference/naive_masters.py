@@ -70,7 +70,7 @@ class NaiveMasters:
             sent = wire or param.dtype
             scaled = param.grad.to(torch.promote_types(param.dtype, sent))
             scaled = (scaled * (1 / dist.get_world_size())).to(sent)
-            mean = _sum_of_everyones(scaled, master.dtype)
+            mean = sum_over_ranks(scaled, master.dtype)
             param.grad = None
             self._means[number] = self._means[number] + mean if number in self._means else mean
 
@@ -95,7 +95,8 @@ class NaiveMasters:
             tensor.grad = None
 
 
-def _sum_of_everyones(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def sum_over_ranks(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Add the `part` of every rank in rank order, in `dtype`. Called on every rank."""
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part.contiguous())
     total = parts[0].to(dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -121,44 +120,3 @@ def test_one_rank_gathers_nothing(layout: str, view: bool) -> None:
     seen = step_through("counting", layout, view)
     assert seen["comm"]["launched"] == []
     assert_unsharded(seen["params"])
-
-
-# ------------------------------------------------------------- with the module handed over
-
-
-def train(double: str | None, layout: str) -> list[torch.Tensor]:
-    """Losses and parameters of a few steps with gathers and reductions under way meanwhile."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.Tanh())
-    model.extend([torch.nn.Linear(300, 100), torch.nn.Tanh(), torch.nn.Linear(100, 5)])
-    door = behind_the_door(DOUBLES[double]) if double else nullcontext()
-    with door:
-        opt = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, module=model, layout=layout, bucket_bytes=1
-        )
-    assert len(opt.plan.training_buckets) >= 3
-    results = []
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(10 * step + opt.rank)
-        loss = model(torch.rand(8, 100, generator=generator)).pow(2).sum()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        results.append(loss.detach())
-    return results + [param.detach().clone() for param in model.parameters()]
-
-
-def train_with_and_without(double: str, layout: str) -> None:
-    results, expected = train(double, layout), train(None, layout)
-    assert all(torch.isfinite(value).all() for value in expected)
-    for result, value in zip(results, expected, strict=True):
-        assert torch.equal(result, value)
-
-
-@pytest.mark.parametrize("double", ["late", "any order"])
-@pytest.mark.parametrize("layout", ["sliced", pytest.param("whole", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_communication_that_overlaps_the_model_may_be_late_and_in_any_order(
-    double: str, layout: str, world_size: int
-) -> None:
-    run_ranks(train_with_and_without, world_size, double, layout)

@@ -24,7 +24,7 @@ from doubles import AnyOrder, LateArrival
 from models import ADAMW, MLP_PROBLEM, PROBLEMS, rank, train
 from problems import copies, difference, differing
 from ranks import raises_on_every_rank, run_ranks
-from scenarios import ALL, APART, MODULE, SCENARIOS, WAYS, compared, sharded, unsharded
+from scenarios import ALL, APART, MODULE, REFUSED, SCENARIOS, compared, sharded, unsharded
 from torch import Tensor, optim
 
 from shardstep import checkpoint
@@ -32,37 +32,10 @@ from shardstep import checkpoint
 FILES = (freezing, graphs, loops, surroundings, uneven)
 assert {each.loop.__module__ for each in SCENARIOS.values()} == {file.__name__ for file in FILES}
 
-Errors = dict[tuple[str, tuple[str, ...]], tuple[type[Exception], str]]
-
-REFUSED: Errors = {
-    ("clip", WAYS): (RuntimeError, r"clip_grad_norm_\(\) comes too late"),
-    ("grad_scaler", WAYS): (RuntimeError, "GradScaler comes too late"),
-    ("closure", WAYS): (ValueError, "cannot evaluate a closure"),
-    ("zero_in_place", ("register",)): (ValueError, "without set_to_none=False"),
-    ("zero_in_place_through_the_module", ("register",)): (ValueError, "without set_to_none=False"),
-    ("never_clear", ("register",)): (RuntimeError, r"call zero_grad\(\)"),
-    ("sparse_gradients", ("interleaved", "register")): (
-        ValueError,
-        "'tokens' makes sparse gradients",
-    ),
-    ("uneven_inputs_divided_by_those_that_are_left", ("register",)): (
-        RuntimeError,
-        "leave out Join's divide_by_initial_world_size",
-    ),
-}
-"""Scenarios that some modes refuse on every rank, with the error."""
-
-WRONG = {
-    ("channels_last_weights", "register"): "the bucket's order is taken for the parameter's",
-    ("uneven_inputs_and_a_scheduler", "register"): "a joined rank keeps its old learning rate",
-}
-"""Known to come to other numbers."""
-
 
 def _works(name: str) -> list[str]:
     refused = {mode for (each, modes) in REFUSED for mode in modes if each == name}
-    wrong = {mode for each, mode in WRONG if each == name}
-    return [mode for mode in ALL if mode not in refused | wrong]
+    return [mode for mode in ALL if mode not in refused]
 
 
 def _compare(name: str, **options: Any) -> list[str]:
@@ -126,12 +99,6 @@ def test_refusals_are_raised_on_every_rank(name: str, mode: str) -> None:
         raised for (each, modes), raised in REFUSED.items() if each == name and mode in modes
     )
     raises_on_every_rank(_compare, 2, error, name, modes=[mode], match=match)
-
-
-@pytest.mark.xfail(strict=True, reason="known to be wrong")
-@pytest.mark.parametrize(("name", "mode"), WRONG)
-def test_known_to_be_wrong(name: str, mode: str) -> None:
-    assert run_ranks(_compare, 2, name, modes=[mode]) == [[], []]
 
 
 # ---------------------------------------------------------------------------- ranks and subgroups

@@ -1,4 +1,4 @@
-"""16-bit parameters with sharded fp32 masters train to the numbers of masters that nobody shards.
+"""16-bit parameters with sharded fp32 masters train to the numbers of unsharded masters.
 
 The arithmetic is the same element by element, so there is no reason for any bit to differ. Where a
 norm is involved it is the largest element, which is the same in whatever order it is looked for.
@@ -15,71 +15,56 @@ import torch
 import torch.distributed as dist
 from ddp_ways import WAYS, in_ddp, overlapping
 from doubles import AnyOrder, LateArrival, behind_the_door
-from models import MLP, MixedDtypes, Problem, make_gpt, noise
+from models import MLP, MixedDtypes, Problem, make_gpt, train, with_zero
+from models import PROBLEMS as IN_FP32
 from problems import LAYOUTS, copies, differing
 from ranks import run_ranks
-from reference.naive_masters import NaiveMasters
+from reference.naive_masters import NaiveMasters, sum_over_ranks
+from sixteen_bits import BF16, FP32, loss_of
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from shardstep import MixedPrecision, ZeroRedundancyOptimizer
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def _low(make: Callable[[], nn.Module], dtype: torch.dtype = BF16) -> Callable[[], nn.Module]:
-    return lambda: make().to(dtype)
-
-
-def _square(model: Callable[..., Any], step: int) -> Tensor:
-    out: Tensor = model(noise(step, 6, 16).bfloat16()).float().square().mean()
-    return out
-
-
-def _half_square(model: Callable[..., Any], step: int) -> Tensor:
-    out: Tensor = model(noise(step, 6, 16).half()).float().square().mean()
-    return out
-
-
-def _tokens(model: Callable[..., Any], step: int) -> Tensor:
-    random = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    tokens = torch.randint(61, (3, 13), generator=random)
-    loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])[1]
-    return loss
-
-
-def _mixed(model: Callable[..., Any], step: int) -> Tensor:
-    out: Tensor = model(noise(step, 6, 16)).square().mean()
-    return out
-
+from shardstep import MixedPrecision
 
 PROBLEMS = {
-    "mlp": Problem(_low(MLP), _square),
-    "gpt": Problem(_low(make_gpt), _tokens),
-    "mixed": Problem(MixedDtypes, _mixed),
+    "mlp": Problem(lambda: MLP().bfloat16(), loss_of),
+    "fp16": Problem(lambda: MLP().half(), loss_of),
+    "gpt": Problem(lambda: make_gpt().bfloat16(), IN_FP32["gpt"].loss),
+    "mixed": Problem(MixedDtypes, loss_of),
 }
-OPTIONS = {"lr": 0.003, "weight_decay": 0.1}
+POLICIES = {
+    "default": MixedPrecision(),
+    "fp32 wire": MixedPrecision(reduce_dtype=FP32),
+    "bf16 wire": MixedPrecision(reduce_dtype=BF16),
+}
+KIND = (optim.AdamW, {"lr": 0.003, "weight_decay": 0.1})
 
 
 class _Naive:
-    """A module trained by the oracle, with the same calls as a sharded one."""
+    """A module trained by the oracle, with the calls of a `Setup`.
 
-    def __init__(self, module: nn.Module, policy: MixedPrecision, **options: Any) -> None:
-        for param in module.parameters():
+    DDP, if it is around the module, has reduced the gradients already.
+    """
+
+    def __init__(self, module: nn.Module, wire: torch.dtype | None = None, ddp: Any = None) -> None:
+        self._reduced = ddp is not None or not dist.is_initialized()
+        for param in () if self._reduced else module.parameters():
             dist.broadcast(param.detach(), src=0)
+        self.model = ddp or module
         self.module = module
-        self._policy = policy
-        self.opt = NaiveMasters(
-            [{"params": list(module.parameters())}], optim.AdamW, **{**OPTIONS, **options}
-        )
+        self._wire = wire
+        self.opt = NaiveMasters([{"params": list(module.parameters())}], KIND[0], **KIND[1])
 
-    def backward(self, problem: Problem, step: int, scale: float = 1.0) -> Tensor:
-        loss = problem.loss(self.module, step)
+    def backward(self, step: int, problem: Problem, scale: float = 1.0) -> Tensor:
+        loss = problem.loss(self.model, step)
         (loss * scale).backward()
-        self.opt.add_mean_gradients(self._policy.reduce_dtype)
+        if self._reduced:
+            self.opt.take_gradients()
+        else:
+            self.opt.add_mean_gradients(self._wire)
         return loss.detach()
 
-    def backward_without_sync(self, problem: Problem, steps: range) -> None:
+    def backward_without_sync(self, steps: range, problem: Problem) -> None:
         """Add up each rank's own gradients in fp32, and send the sum in the wire's dtype."""
         totals: dict[Tensor, Tensor] = {}
         for step in steps:
@@ -88,76 +73,35 @@ class _Naive:
                 assert param.grad is not None
                 totals[param] = totals.get(param, 0) + param.grad.float()
                 param.grad = None
+        masters = dict(zip(self.opt.params, self.opt.masters, strict=True))
         for param, total in totals.items():
             # Scaled in fp32, rounded once.
-            wire = self._policy.reduce_dtype or param.dtype
-            scaled = (total * (1 / dist.get_world_size())).to(wire)
-            parts = [torch.empty_like(scaled) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, scaled)
-            mean = parts[0].float()
-            for part in parts[1:]:
-                mean = mean + part.float()
-            self.master_of(param).grad = mean
+            scaled = (total * (1 / dist.get_world_size())).to(self._wire or param.dtype)
+            masters[param].grad = sum_over_ranks(scaled, FP32)
 
-    def master_of(self, param: Tensor) -> Tensor:
-        return next(m for p, m in zip(self.opt.params, self.opt.masters, strict=True) if p is param)
-
-    def clip(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
         self.opt.give_means()
-        return nn.utils.clip_grad_norm_(self.opt.masters, max_norm, torch.inf)
+        return nn.utils.clip_grad_norm_(self.opt.masters, max_norm, norm_type)
 
     def finish(self) -> None:
         self.opt.step()
         self.opt.zero_grad()
 
 
-class _Zero:
-    """The same with a sharded optimizer."""
-
-    def __init__(self, module: nn.Module, policy: MixedPrecision | None, **options: Any) -> None:
-        self.module = module
-        self.opt = ZeroRedundancyOptimizer(
-            module.parameters(),
-            optim.AdamW,
-            module=module,
-            **{"precision": policy, "bucket_bytes": 1, **OPTIONS, **options},
-        )
-
-    def backward(self, problem: Problem, step: int, scale: float = 1.0) -> Tensor:
-        loss = problem.loss(self.module, step)
-        (loss * scale).backward()
-        return loss.detach()
-
-    def backward_without_sync(self, problem: Problem, steps: range) -> None:
-        with self.opt.no_sync():
-            for step in steps[:-1]:
-                self.backward(problem, step)
-        self.backward(problem, steps[-1])
-
-    def clip(self, max_norm: float) -> Tensor:
-        return self.opt.clip_grad_norm_(max_norm, torch.inf)
-
-    def finish(self) -> None:
-        self.opt.step()
-        self.opt.zero_grad()
-
-
-Loop = Callable[[Any, Problem], list[Tensor]]
+def _zero(problem: Problem, policy: MixedPrecision | None = None, **options: Any) -> Any:
+    """The same with a sharded optimizer. Without a policy, masters are the default here."""
+    return with_zero(problem.fresh(), KIND, precision=policy, **options)
 
 
 def _plain(setup: Any, problem: Problem) -> list[Tensor]:
-    losses = []
-    for step in range(6):
-        losses.append(setup.backward(problem, step))
-        setup.finish()
-    return losses
+    return train(setup, problem, range(6))
 
 
 def _clipped(setup: Any, problem: Problem) -> list[Tensor]:
     seen = []
     for step in range(5):
-        seen.append(setup.backward(problem, step))
-        seen.append(setup.clip(1e-3).float())
+        seen.append(setup.backward(step, problem))
+        seen.append(setup.clip(1e-3, torch.inf).float())
         setup.finish()
     return seen
 
@@ -166,14 +110,21 @@ def _rounds(setup: Any, problem: Problem) -> list[Tensor]:
     """Several backwards before a step, each of them reduced and added up in fp32."""
     for step in range(4):
         for part in range(3):
-            setup.backward(problem, 10 * step + part)
+            setup.backward(10 * step + part, problem)
         setup.finish()
     return []
 
 
 def _without_sync(setup: Any, problem: Problem) -> list[Tensor]:
     for step in range(4):
-        setup.backward_without_sync(problem, range(10 * step, 10 * step + 3))
+        *held_back, last = steps = range(10 * step, 10 * step + 3)
+        if isinstance(setup, _Naive):
+            setup.backward_without_sync(steps, problem)
+        else:
+            with setup.no_sync():
+                for each in held_back:
+                    setup.backward(each, problem)
+            setup.backward(last, problem)
         setup.finish()
     return []
 
@@ -187,50 +138,41 @@ def _freezing(setup: Any, problem: Problem) -> list[Tensor]:
             layers[3].requires_grad_(False)
         if step == 6:
             layers[1].requires_grad_(True)
-        setup.backward(problem, step)
+        setup.backward(step, problem)
         setup.finish()
     return []
 
 
-LOOPS: dict[str, Loop] = {
-    "plain": _plain,
-    "clipped": _clipped,
-    "rounds": _rounds,
-    "no_sync": _without_sync,
-    "freezing": _freezing,
-}
-POLICIES = {
-    "default": MixedPrecision(),
-    "fp32 wire": MixedPrecision(reduce_dtype=FP32),
-    "bf16 wire": MixedPrecision(reduce_dtype=BF16),
-}
+Loop = Callable[[Any, Problem], list[Tensor]]
 
 
-def _seen(setup: Any, problem: Problem, loop: Loop) -> list[Tensor]:
+def _seen(setup: Any, problem: Problem, loop: Loop = _plain) -> list[Tensor]:
     return [*copies(loop(setup, problem)), *copies(setup.module.parameters())]
 
 
-def _compare(names: list[str], loops: list[str], policies: list[str]) -> list[str]:
+def _compare(names: list[str], loops: list[Loop], policies: list[str]) -> list[str]:
     failures = []
     overlaps = itertools.cycle((True, False))
     for name, loop, policy in itertools.product(names, loops, policies):
         problem = PROBLEMS[name]
-        naive = _Naive(problem.fresh(), POLICIES[policy])
-        expected = _seen(naive, problem, LOOPS[loop])
+        expected = _seen(_Naive(problem.fresh(), POLICIES[policy].reduce_dtype), problem, loop)
         for layout in LAYOUTS:
-            # Without a policy, masters are the default here.
             given = None if policy == "default" else POLICIES[policy]
-            zero = _Zero(problem.fresh(), given, layout=layout, overlap=next(overlaps))
-            if wrong := differing(expected, _seen(zero, problem, LOOPS[loop])):
-                failures.append(f"{name}, {loop}, {policy}, {layout}: {wrong}")
+            zero = _zero(problem, given, layout=layout, overlap=next(overlaps))
+            if wrong := differing(expected, _seen(zero, problem, loop)):
+                failures.append(f"{name}, {loop.__name__}, {policy}, {layout}: {wrong}")
     return failures
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_zero2_with_masters_has_their_numbers(world_size: int) -> None:
-    names, loops = list(PROBLEMS), ["plain", "clipped", "rounds"]
+    names, loops = list(PROBLEMS), [_plain, _clipped, _rounds]
     assert run_ranks(_compare, world_size, names, loops, ["default"]) == [[]] * world_size
-    assert run_ranks(_compare, world_size, ["mlp"], ["freezing"], ["default"]) == [[]] * world_size
+    assert run_ranks(_compare, world_size, ["mlp"], [_freezing], ["default"]) == [[]] * world_size
+
+
+def test_without_a_process_group_too() -> None:
+    assert _compare(["mlp", "fp16"], [_plain], ["default"]) == []
 
 
 @pytest.mark.slow
@@ -238,13 +180,13 @@ def test_zero2_with_masters_has_their_numbers(world_size: int) -> None:
 @pytest.mark.parametrize(
     ("names", "loops", "policies"),
     [
-        (["mlp", "gpt"], ["no_sync"], list(POLICIES)),
-        (["mlp", "mixed"], ["plain", "rounds"], ["fp32 wire", "bf16 wire"]),
+        (["mlp", "gpt"], [_without_sync], list(POLICIES)),
+        (["mlp", "mixed"], [_plain, _rounds], ["fp32 wire", "bf16 wire"]),
     ],
     ids=["held back", "wires"],
 )
 def test_gradients_add_up_in_fp32_and_travel_in_the_dtype_that_is_asked_for(
-    world_size: int, names: list[str], loops: list[str], policies: list[str]
+    world_size: int, names: list[str], loops: list[Loop], policies: list[str]
 ) -> None:
     assert run_ranks(_compare, world_size, names, loops, policies) == [[]] * world_size
 
@@ -253,14 +195,12 @@ def _wire_bytes() -> dict[str, tuple[int, int]]:
     """Bytes that this rank has sent for gradients and for parameters, by policy."""
     found = {}
     for name, policy in POLICIES.items():
-        zero = _Zero(PROBLEMS["gpt"].fresh(), policy)
-        zero.backward(PROBLEMS["gpt"], 0)
-        reduced = zero.opt.shards.comm.ledger  # type: ignore[attr-defined]
+        zero = _zero(PROBLEMS["gpt"], policy)
+        zero.backward(0, PROBLEMS["gpt"])
         zero.opt.mode.pipeline.gradients.collect()
-        before = reduced.nbytes_sent["reduce_scatter"]
+        reduced = zero.opt.shards.comm.ledger.nbytes_sent["reduce_scatter"]
         zero.finish()
-        gathered = zero.opt.mode.gather_comm.ledger.nbytes_sent["all_gather"]
-        found[name] = (before, gathered)
+        found[name] = (reduced, zero.opt.mode.gather_comm.ledger.nbytes_sent["all_gather"])
     return found
 
 
@@ -275,11 +215,10 @@ def test_parameters_travel_in_their_own_dtype_and_gradients_as_told() -> None:
 def _with_doubles() -> list[str]:
     failures = []
     problem = PROBLEMS["gpt"]
-    expected = _seen(_Naive(problem.fresh(), MixedPrecision()), problem, _plain)
+    expected = _seen(_Naive(problem.fresh()), problem)
     for double, layout in itertools.product((LateArrival, AnyOrder), LAYOUTS):
         with behind_the_door(double):
-            zero = _Zero(problem.fresh(), None, layout=layout)
-            if wrong := differing(expected, _seen(zero, problem, _plain)):
+            if wrong := differing(expected, _seen(_zero(problem, layout=layout), problem)):
                 failures.append(f"{double.__name__}, {layout}: {wrong}")
     return failures
 
@@ -288,39 +227,11 @@ def test_masters_wait_for_what_is_in_flight() -> None:
     assert run_ranks(_with_doubles, 2) == [[], []]
 
 
-def _alone() -> list[str]:
-    failures = []
-    for layout, dtype in itertools.product(LAYOUTS, (BF16, FP16)):
-        problem = Problem(_low(MLP, dtype), _square if dtype is BF16 else _half_square)
-        module = problem.fresh()
-        naive = NaiveMasters([{"params": list(module.parameters())}], optim.AdamW, **OPTIONS)
-        for step in range(5):
-            problem.loss(module, step).backward()
-            naive.take_gradients()
-            naive.step()
-            naive.zero_grad()
-        zero = _Zero(problem.fresh(), None, layout=layout)
-        for step in range(5):
-            zero.backward(problem, step)
-            zero.finish()
-        if wrong := differing(copies(module.parameters()), copies(zero.module.parameters())):
-            failures.append(f"{layout}, {dtype}: {wrong}")
-    return failures
-
-
-def test_one_rank_alone_has_the_same_numbers() -> None:
-    assert _alone() == []
-    assert run_ranks(_alone, 1) == [[]]
-
-
-# ------------------------------------------------------------------------------- frozen, scaled
-
-
 def _frozen_from_the_start() -> int:
     module = MLP().bfloat16()
     for layer in list(module.layers)[:-1]:
         layer.requires_grad_(False)
-    zero = _Zero(module, None)
+    zero = with_zero(module, KIND, precision=None)
     return sum(master.numel() for master in zero.opt.shards.masters().values())
 
 
@@ -331,24 +242,23 @@ def test_what_never_trained_has_no_master() -> None:
 
 def _scaled(layout: str) -> list[str]:
     """The stock GradScaler on fp16 parameters; at step 2 one rank has an infinity."""
-    failures = []
-    problem = Problem(_low(MLP, FP16), _half_square)
+    problem = PROBLEMS["fp16"]
     scale = 2.0**10
-    naive = _Naive(problem.fresh(), MixedPrecision())
+    naive = _Naive(problem.fresh())
     expected = []
     for step in range(5):
         if step == 2:
             scale /= 2  # skipped
             continue
-        naive.backward(problem, step, scale)
+        naive.backward(step, problem, scale)
         naive.opt.give_means()
         for master in naive.opt.masters:
             assert master.grad is not None
             master.grad *= 1 / scale
-        expected.append(naive.clip(1e-3))
+        expected.append(naive.clip(1e-3, torch.inf))
         naive.finish()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    zero = _Zero(problem.fresh(), None, layout=layout)
+    zero = _zero(problem, layout=layout)
     norms = []
     for step in range(5):
         loss = scaler.scale(problem.loss(zero.module, step))
@@ -356,18 +266,16 @@ def _scaled(layout: str) -> list[str]:
             loss = loss * torch.inf
         loss.backward()
         scaler.unscale_(zero.opt)
-        norm = zero.clip(1e-3)
+        norm = zero.clip(1e-3, torch.inf)
         if step != 2:
             norms.append(norm)
         scaler.step(zero.opt)
         scaler.update()
         zero.opt.zero_grad()
-    if differing([*expected], [*norms]):
-        failures.append(f"norms {expected} {norms}")
-    if scaler.get_scale() != scale:
-        failures.append(f"scale {scaler.get_scale()}")
-    if wrong := differing(copies(naive.module.parameters()), copies(zero.module.parameters())):
-        failures.append(f"parameters {wrong}")
+    failures = [] if scaler.get_scale() == scale else [f"scale {scaler.get_scale()}"]
+    wanted = [*expected, *copies(naive.module.parameters())]
+    if wrong := differing(wanted, [*norms, *zero.params]):
+        failures.append(f"norms {expected} {norms}, or parameters: {wrong}")
     return failures
 
 
@@ -376,38 +284,19 @@ def test_a_grad_scaler_unscales_fp16_gradients_in_fp32(layout: str) -> None:
     assert run_ranks(_scaled, 2, layout) == [[], []]
 
 
-# --------------------------------------------------------------------------------- DDP's hooks
-
-
 def _hooked() -> list[str]:
     failures = []
-    for name, layout in itertools.product(("mlp", "gpt", "mixed"), LAYOUTS):
+    for name in ("mlp", "gpt", "mixed"):
         problem = PROBLEMS[name]
         # DDP reduces in 16 bits; where the hooks take its results, so does the oracle.
         module = problem.fresh()
-        model = in_ddp(module, allreduce_hook)
-        after_ddp = NaiveMasters([{"params": list(module.parameters())}], optim.AdamW, **OPTIONS)
-        for step in range(5):
-            problem.loss(model, step).backward()
-            after_ddp.take_gradients()
-            after_ddp.step()
-            after_ddp.zero_grad()
-        naive = _Naive(problem.fresh(), MixedPrecision())
-        for step in range(5):
-            naive.backward(problem, step)
-            naive.finish()
-        for way in WAYS:
-            expected = naive.module if way == "register" else module
-            zero = overlapping(
-                way,
-                problem.fresh(),
-                (optim.AdamW, OPTIONS),
-                zero={"precision": MixedPrecision(), "layout": layout},
-            )
-            for step in range(5):
-                problem.loss(zero.model, step).backward()
-                zero.finish()
-            if wrong := differing(copies(expected.parameters()), zero.params):
+        after_ddp = _seen(_Naive(module, ddp=in_ddp(module, allreduce_hook)), problem)
+        in_fp32 = _seen(_Naive(problem.fresh()), problem)
+        for way, layout in itertools.product(WAYS, LAYOUTS):
+            options = {"precision": MixedPrecision(), "layout": layout}
+            zero = overlapping(way, problem.fresh(), KIND, zero=options)
+            expected = in_fp32 if way == "register" else after_ddp
+            if wrong := differing(expected, _seen(zero, problem)):
                 failures.append(f"{name}, {layout}, {way}: {wrong}")
     return failures
 

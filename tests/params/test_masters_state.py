@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import MLP
 from problems import LAYOUTS, copies, difference, differing, make_params, set_gradients
 from ranks import run_ranks
 from sixteen_bits import (
@@ -26,20 +27,21 @@ from torch import Tensor, optim
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 
 
+def _steps(module: MLP, opt: Any, steps: range) -> list[Tensor]:
+    for step in steps:
+        give_gradients(module, step)
+        opt.step()
+    return copies(module.parameters())
+
+
 def _save(layout: str, with_module: bool) -> Any:
     """Train for a while; then on from there, and the state of the moment in between."""
     module = bf16_mlp()
     opt = zero_of(module, with_module, precision=MASTERS, layout=layout, bucket_bytes=None)
-    for step in range(4):
-        give_gradients(module, step)
-        opt.step()
+    model = _steps(module, opt, range(4))
     opt.consolidate_state_dict()
     saved = opt.state_dict() if dist.get_rank() == 0 else None
-    model = copies(module.parameters())
-    for step in range(4, 8):
-        give_gradients(module, step)
-        opt.step()
-    return saved, model, copies(module.parameters())
+    return saved, model, _steps(module, opt, range(4, 8))
 
 
 def _resume(saved: Any, model: list[Tensor], layout: str, with_module: bool, first: str) -> Any:
@@ -54,10 +56,7 @@ def _resume(saved: Any, model: list[Tensor], layout: str, with_module: bool, fir
     acts = [load_model, lambda: opt.load_state_dict(saved)]
     for act in acts if first == "model" else reversed(acts):
         act()
-    for step in range(4, 8):
-        give_gradients(module, step)
-        opt.step()
-    return copies(module.parameters())
+    return _steps(module, opt, range(4, 8))
 
 
 def test_training_goes_on_at_any_world_size_and_layout_as_if_it_had_not_stopped() -> None:

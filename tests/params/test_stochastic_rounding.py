@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from ddp_ways import WAYS, overlapping
-from models import MLP, Problem, noise
+from models import MLP, Problem, noise, with_zero
+from models import train as train_problem
 from problems import LAYOUTS, copies, differing, make_params, same_bits, set_gradients, train
 from ranks import run_ranks
 from torch import Tensor, nn, optim
@@ -143,15 +144,8 @@ def _drop_in() -> list[str]:
     failures = []
     for layout, view in itertools.product(LAYOUTS, (False, True)):
         params = _params()
-        opt = ZeroRedundancyOptimizer(
-            params,
-            optim.AdamW,
-            parameters_as_bucket_view=view,
-            layout=layout,
-            precision=POLICY,
-            bucket_bytes=1 << 12,
-            lr=0.003,
-        )
+        options = {"parameters_as_bucket_view": view, "layout": layout, "bucket_bytes": 1 << 12}
+        opt = ZeroRedundancyOptimizer(params, optim.AdamW, precision=POLICY, lr=0.003, **options)
         if wrong := differing(expected, train(opt, params, range(8))):
             failures.append(f"{layout}, {view}: {wrong}")
     return failures
@@ -168,32 +162,21 @@ def _square(model: Any, step: int) -> Tensor:
     return out
 
 
+KIND = (optim.AdamW, {"lr": 0.003})
 PROBLEM = Problem(lambda: MLP().bfloat16(), _square)
 
 
 def _with_module(layout: str, steps: range, saved: Any = None) -> tuple[list[Tensor], Any]:
-    module = PROBLEM.fresh()
-    opt = ZeroRedundancyOptimizer(
-        module.parameters(),
-        optim.AdamW,
-        module=module,
-        precision=POLICY,
-        layout=layout,
-        bucket_bytes=1,
-        lr=0.003,
-    )
+    zero = with_zero(PROBLEM.fresh(), KIND, precision=POLICY, layout=layout)
     if saved is not None:
         params, state = saved
         with torch.no_grad():
-            for param, value in zip(module.parameters(), params, strict=True):
+            for param, value in zip(zero.module.parameters(), params, strict=True):
                 param.copy_(value)
-        opt.load_state_dict(state)
-    for step in steps:
-        _square(module, step).backward()
-        opt.step()
-        opt.zero_grad()
-    opt.consolidate_state_dict()
-    return copies(module.parameters()), opt.state_dict() if opt.rank == 0 else None
+        zero.opt.load_state_dict(state)
+    train_problem(zero, PROBLEM, steps)
+    zero.opt.consolidate_state_dict()
+    return zero.params, zero.opt.state_dict() if zero.opt.rank == 0 else None
 
 
 def test_training_goes_on_elsewhere_as_if_it_had_not_stopped() -> None:
@@ -209,12 +192,8 @@ def _hooked() -> list[str]:
     expected, _ = _with_module("sliced", range(5))
     failures = []
     for way in WAYS:
-        zero = overlapping(
-            way, PROBLEM.fresh(), (optim.AdamW, {"lr": 0.003}), zero={"precision": POLICY}
-        )
-        for step in range(5):
-            _square(zero.model, step).backward()
-            zero.finish()
+        zero = overlapping(way, PROBLEM.fresh(), KIND, zero={"precision": POLICY})
+        train_problem(zero, PROBLEM, range(5))
         if wrong := differing(expected, zero.params):
             failures.append(f"{way}: {wrong}")
         held = {

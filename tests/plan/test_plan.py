@@ -49,7 +49,8 @@ def owned(plan: ShardPlan, group_rank: int) -> list[tuple[int, int, int]]:
 
 
 @given(plans())
-def test_every_element_is_owned_exactly_once(plan: ShardPlan) -> None:
+def test_each_element_has_one_owner_and_lies_in_its_rank_s_segment(plan: ShardPlan) -> None:
+    offsets = {(b.index, s.param): s.bucket_offset for b in plan.buckets for s in b.slots}
     owners = [np.zeros(spec.numel, dtype=np.int64) for spec in plan.specs]
     holders_of_empty = [0 for _ in plan.specs]
     for group_rank in range(plan.world_size):
@@ -60,16 +61,6 @@ def test_every_element_is_owned_exactly_once(plan: ShardPlan) -> None:
             assert piece.group_rank == group_rank
             owners[piece.param][piece.param_interval.slice] += 1
             holders_of_empty[piece.param] += piece.param_interval.numel == 0
-    for spec, counts, empty in zip(plan.specs, owners, holders_of_empty, strict=True):
-        assert (counts == 1).all(), spec
-        assert empty == (spec.numel == 0), f"{spec} has {empty} empty pieces"
-
-
-@given(plans())
-def test_a_piece_lies_where_its_parameter_lies_within_its_rank_s_segment(plan: ShardPlan) -> None:
-    offsets = {(b.index, s.param): s.bucket_offset for b in plan.buckets for s in b.slots}
-    for group_rank in range(plan.world_size):
-        for piece in plan.pieces(group_rank):
             start = offsets[piece.bucket, piece.param] + piece.param_interval.start
             assert piece.bucket_interval == (start, start + piece.param_interval.numel)
             segment = plan.buckets[piece.bucket].segment(group_rank)
@@ -79,6 +70,9 @@ def test_a_piece_lies_where_its_parameter_lies_within_its_rank_s_segment(plan: S
             assert piece.entire or plan.specs[piece.param].layout == "sliced"
             # Kernels see a multiple of 64 elements before the piece.
             assert piece.param_interval.start % UNIT == 0
+    for spec, counts, empty in zip(plan.specs, owners, holders_of_empty, strict=True):
+        assert (counts == 1).all(), spec
+        assert empty == (spec.numel == 0), f"{spec} has {empty} empty pieces"
 
 
 @given(plans())
@@ -226,14 +220,10 @@ def test_a_bucket_of_exactly_bucket_bytes_is_full() -> None:
     assert [len(bucket.slots) for bucket in plan.buckets] == [1, 1, 1]
 
 
-def test_the_models_have_the_parameters_they_are_known_for() -> None:
-    assert sum(spec.numel for spec in gpt2_124m()) == 124_439_808
-    assert sum(spec.numel for spec in llama3_8b()) == 8_030_261_248
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_llama_3_8b_is_planned_for_1024_ranks_in_two_seconds(layout: str) -> None:
     specs = llama3_8b()
+    assert sum(spec.numel for spec in specs) == 8_030_261_248
     start = time.process_time()
     plan = ShardPlan.make(specs, 1024, layout)
     assert len(plan.fingerprint) == 64
@@ -303,8 +293,7 @@ def test_any_change_of_any_spec_changes_the_fingerprint(
     assert before.fingerprint != after.fingerprint
 
 
-def test_the_changes_cover_every_field_of_a_spec() -> None:
-    assert {field.name for field in dataclasses.fields(ParamSpec)} == CHANGES.keys()
+assert {field.name for field in dataclasses.fields(ParamSpec)} == CHANGES.keys()
 
 
 def test_the_fingerprint_tells_world_sizes_layouts_orders_and_buckets_apart() -> None:
@@ -399,12 +388,6 @@ CORRUPTIONS: list[tuple[dict[str, object] | Callable[[ShardPlan], object], str]]
     ({"index": 5}, "has index 5"),
     (lambda plan: replace(plan, world_size=3), "cuts"),
     (lambda plan: replace(plan, buckets=plan.buckets[:1]), "'u'.* is placed nowhere"),
-    (
-        lambda plan: replace(
-            plan, buckets=(plan.buckets[0], replace(plan.buckets[1], frozen=False))
-        ),
-        "'u'.* lies in the wrong bucket",
-    ),
     (
         lambda plan: replace(
             with_bucket(plan, cuts=(0, 128, 384)),

@@ -303,3 +303,24 @@ def distance(expected: Sequence[Tensor], got: Sequence[Tensor]) -> float:
 def compared(names: Iterable[str], **options: Any) -> list[str]:
     """Run these scenarios. Called on every rank."""
     return [f"{name}: {found}" for name in names for found in Comparison(name, **options).run()]
+
+
+Errors = dict[tuple[str, tuple[str, ...]], tuple[type[Exception], str]]
+
+REFUSED: Errors = {
+    ("clip", WAYS): (RuntimeError, r"clip_grad_norm_\(\) comes too late"),
+    ("grad_scaler", WAYS): (RuntimeError, "GradScaler comes too late"),
+    ("closure", WAYS): (ValueError, "cannot evaluate a closure"),
+    ("zero_in_place", ("register",)): (ValueError, "without set_to_none=False"),
+    ("zero_in_place_through_the_module", ("register",)): (ValueError, "without set_to_none=False"),
+    ("never_clear", ("register",)): (RuntimeError, r"call zero_grad\(\)"),
+    ("sparse_gradients", ("interleaved", "register")): (
+        ValueError,
+        "'tokens' makes sparse gradients",
+    ),
+    ("uneven_inputs_divided_by_those_that_are_left", ("register",)): (
+        RuntimeError,
+        "leave out Join's divide_by_initial_world_size",
+    ),
+}
+"""Scenarios that some modes refuse on every rank, with the error."""

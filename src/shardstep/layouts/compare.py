@@ -7,7 +7,7 @@ hold slices. All take the same steps, and must end with the same parameters, sta
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations, zip_longest
 from typing import Any
@@ -164,17 +164,13 @@ class _Shared:
         # Every rank has all groups, and must keep the same in them.
         for run in self._runs:
             for whole, own in zip(self._together.group_options, run.group_options, strict=True):
-                if not same(whole, own):
-                    return Difference(Cause.GROUP_OPTION, repr(_first_difference(whole, own)))
+                # The first key whose place or value differs.
+                for one, other in zip_longest(whole.items(), own.items()):
+                    if not same(one, other):
+                        return Difference(Cause.GROUP_OPTION, repr(str((one or other)[0])))
         if any(not same(self._together.global_state, run.global_state) for run in self._runs):
             return Difference(Cause.GLOBAL_STATE)
         return None
-
-
-def _first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the first key whose place or value differs."""
-    places = zip_longest(one.items(), other.items())
-    return next(str((here or there)[0]) for here, there in places if not same(here, there))
 
 
 class _CallCounter(TorchFunctionMode):

@@ -153,11 +153,15 @@ def register(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> N
                 "gradients that are reduced to their owners are divided by the number of all ranks;"
                 " leave out Join's divide_by_initial_world_size=False"
             )
+        buffer = bucket.buffer()
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            # DDP keeps each gradient in its parameter's strides; the views it hands out are
+            # contiguous whatever those are.
+            grad = buffer.as_strided(param.shape, param.stride(), grad.storage_offset())
             inside.offer(index_of[param], grad)
         if bucket.is_last():
             inside.step_after_ddp()
-        return _done(bucket.buffer())
+        return _done(buffer)
 
     ddp.register_comm_hook(None, offer)
 
@@ -210,7 +214,13 @@ def _check_wire(zero: "ZeroRedundancyOptimizer") -> None:
 
 
 def _check_dense(ddp: DistributedDataParallel) -> None:
-    """Raise if the module makes sparse gradients."""
+    """Raise if the module makes gradients that cannot be taken out of DDP's buckets."""
+    for name, param in ddp.module.named_parameters():
+        if param.requires_grad and param.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is complex, and DDP hands out complex gradients as real views "
+                "at other offsets; use hook_with_zero_step, or module= without DDP"
+            )
     for name, part in ddp.module.named_modules():
         if getattr(part, "sparse", False) and isinstance(
             part, (torch.nn.Embedding, torch.nn.EmbeddingBag)

@@ -19,7 +19,7 @@ from shardstep.gradients import DDPFeeder, GradientSource, GradReducer
 from shardstep.gradients.base import at_end_of_backward, piece_gradient
 from shardstep.local.multi_class import optimizer_name, parts_of
 from shardstep.modes.base import Mode
-from shardstep.modes.join import JoinContext, provide_gradients
+from shardstep.modes.join import JoinContext, provide_gradients, share_options
 from shardstep.params.inputs import describe_options
 from shardstep.params.sharded_params import ShardedParams
 from shardstep.pipeline import Closure
@@ -97,16 +97,22 @@ class InsideDDP(Mode):
     @override
     def before_step(self) -> None:
         self.join.notify()
-        if self.join.enabled and not self.reduces_gradients:
-            provide_gradients(self.comm, self.plan, self.groups, joined=False)
+        if self.join.enabled:
+            self._provide(joined=False)
+
+    def _provide(self, joined: bool) -> None:
+        """Send joined ranks the options of the groups, and gradients unless they are reduced."""
+        if self.reduces_gradients:
+            share_options(self.comm, self.groups, joined)
+        else:
+            provide_gradients(self.comm, self.plan, self.groups, joined)
 
     @override
     def shadow(self, step: Callable[[], object], zero_grad: Callable[[bool], object]) -> None:
         if not self._step_owed:
             return  # the others only accumulate, under DDP's no_sync
         self._step_owed = False
-        if not self.reduces_gradients:
-            provide_gradients(self.comm, self.plan, self.groups, joined=True)
+        self._provide(joined=True)
         with self.join.shadow():
             self._step_now()
 

@@ -125,6 +125,13 @@ def take_options(
                 group[key] = tuple(value) if isinstance(before, tuple) else value
 
 
+def share_options(comm: Comm, groups: Sequence[MutableMapping[str, Any]], joined: bool) -> None:
+    """Give joined ranks the options of a rank that has data. Called on every rank."""
+    said = all_gather_json(comm, None if joined else options_of(groups))
+    if joined:
+        take_options(groups, next(options for options in said if options is not None))
+
+
 def provide_gradients(
     comm: Comm,
     plan: ShardPlan,

@@ -14,10 +14,10 @@ the value that the parameter already has is no change: the master keeps its extr
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from itertools import groupby
-from typing import Protocol
 
 import torch
 from typing_extensions import override
@@ -32,39 +32,7 @@ CHUNK = 1 << 18
 """Elements compared at a time on a CPU: few enough to stay in its cache."""
 
 
-class StepTensors(Protocol):
-    """Tensors of a wider dtype than the parameters they stand for."""
-
-    def __contains__(self, param: object) -> bool:
-        """Return True if this rank's piece of this parameter has one."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of them while they exist."""
-
-    def place(self, piece: Piece) -> torch.Tensor:
-        """Return the tensor for `piece`: flat, or in the parameter's shape for an entire one."""
-
-    def repoint(self) -> None:
-        """Follow the parameters to where their data lies now."""
-
-    def refresh(self) -> bool:
-        """Take the parameters' values before a step. Return True if tensors have moved."""
-
-    def write_back(self, among: Container[int] | None = None) -> None:
-        """Round into these parameters, or into all."""
-
-    def release(self) -> bool:
-        """Free what only the step needed. Return True if tensors have moved."""
-
-    def values(self) -> dict[int, torch.Tensor]:
-        """Return what must be saved beyond the parameters, by parameter number."""
-
-    def set_values(self, values: Mapping[int, torch.Tensor] | None) -> None:
-        """Copy these in, for the parameters this has; None takes the parameters' values."""
-
-
-class _WidePieces(StepTensors):
+class StepTensors(ABC):
     """This rank's pieces in a wider dtype, back to back in one flat tensor per bucket."""
 
     def __init__(
@@ -95,35 +63,54 @@ class _WidePieces(StepTensors):
         offset = self._offsets[piece.param]
         return self._wide[piece.bucket][offset : offset + piece.param_interval.numel]
 
-    @override
     def __contains__(self, param: object) -> bool:
         return param in self._offsets
 
     @property
-    @override
     def nbytes(self) -> int:
+        """Bytes of all tensors while they exist."""
         return sum(
             aligned(piece.param_interval.numel) * self._dtypes[piece.param].itemsize
             for piece in self._pieces
         )
 
-    @override
     def place(self, piece: Piece) -> torch.Tensor:
+        """Return the tensor for `piece`: flat, or in the parameter's shape for an entire one."""
         if not piece.entire:
             return self._flat(piece)
         shape, stride = local_part(self._params[piece.param]).shape, self._strides[piece.param]
         return self._wide[piece.bucket].as_strided(shape, stride, self._offsets[piece.param])
 
-    @override
     def repoint(self) -> None:
+        """Follow the parameters to where their data lies now."""
         for piece in self._pieces:
             # `.data`: writing back an unchanged parameter must not look like a change to
             # autograd. The pipeline marks those that a step has changed.
             whole = flat(local_part(self._params[piece.param]).data)
             self._narrow[piece.param] = whole[piece.param_interval.slice]
 
+    @abstractmethod
+    def refresh(self) -> bool:
+        """Take the parameters' values before a step. Return True if tensors have moved."""
 
-class Masters(_WidePieces):
+    @abstractmethod
+    def write_back(self, among: Container[int] | None = None) -> None:
+        """Round into these parameters, or into all."""
+
+    def release(self) -> bool:
+        """Free what only the step needed. Return True if tensors have moved."""
+        return False
+
+    def values(self) -> dict[int, torch.Tensor]:
+        """Return what must be saved beyond the parameters, by parameter number."""
+        return {}
+
+    @abstractmethod
+    def set_values(self, values: Mapping[int, torch.Tensor] | None) -> None:
+        """Copy these in, for the parameters this has; None takes the parameters' values."""
+
+
+class Masters(StepTensors):
     """Wide copies that are kept from step to step."""
 
     def __init__(
@@ -180,10 +167,6 @@ class Masters(_WidePieces):
             torch._foreach_copy_(narrows, wides)
 
     @override
-    def release(self) -> bool:
-        return False
-
-    @override
     def values(self) -> dict[int, torch.Tensor]:
         for piece in self._pieces:
             # A parameter that has changed its form since the plan was made is not compared with.
@@ -204,7 +187,7 @@ class Masters(_WidePieces):
                 self.place(piece).copy_(values[piece.param])
 
 
-class StepCopies(_WidePieces):
+class StepCopies(StepTensors):
     """Wide copies that exist during a step and are rounded stochastically.
 
     Between steps, each piece has a NaN placeholder without memory.
@@ -258,10 +241,6 @@ class StepCopies(_WidePieces):
     def release(self) -> bool:
         self._wide.clear()
         return bool(self._pieces)
-
-    @override
-    def values(self) -> dict[int, torch.Tensor]:
-        return {}
 
     @override
     def set_values(self, values: Mapping[int, torch.Tensor] | None) -> None:
