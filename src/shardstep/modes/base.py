@@ -244,7 +244,7 @@ class Mode(ShardView):
         # The state of a parameter that was frozen from the start is that of its master too, and
         # must not be cast to 16 bits. Nothing is sent: a rank may load alone.
         given = set(params)
-        self.mark_begun(given)
+        self.begun |= given
         specs, step_dtype = self.plan.specs, self.precision.step_dtype
         more = {index for index in given if step_dtype(specs[index].dtype) != specs[index].dtype}
         if not more <= self.widened:
