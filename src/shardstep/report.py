@@ -19,8 +19,6 @@ class Report:
     """Memory and traffic of one rank, in bytes. Print it.
 
     Attributes:
-        rank: the rank.
-        plan: the placement.
         layouts: for each group, its layout and the reason.
         parameter_nbytes: all trainable parameters, which every rank has.
         owned_nbytes: those that this rank updates.

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from hostile import build, names, picture
 from problems import difference
 from ranks import run_ranks
-from test_checkpoint_killed import Net, check_step, make, set_step
-from torch import optim
+from test_checkpoint_fit import run_here
+from test_checkpoint_killed import check_step, make, set_step
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
@@ -36,9 +36,21 @@ class Gate:
         return self._write(*args)
 
 
-def train_while_saving(parent: Path) -> list[str]:
+def train(net: Any, opt: ZeroRedundancyOptimizer) -> None:
+    for param in net.parameters():
+        param.grad = torch.randn_like(param)
+    opt.step()
+
+
+def same_as(expected: Any, path: Path, extra: Any = None) -> None:
+    """What a checkpoint holds is this picture."""
+    net, opt = build(3, 1)
+    assert ckpt.load(path, opt, net).extra == extra
+    assert difference(expected, picture(net, opt)) is None, path
+
+
+def train_while_saving(parent: Path) -> None:
     """Training goes on while files are written, and the checkpoint is of the moment of the call."""
-    wrong = []
     net, opt = build(1, 2)
     ckpt.save(parent / "sync", opt, net, {"step": 2})
     expected = picture(net, opt)
@@ -46,25 +58,17 @@ def train_while_saving(parent: Path) -> list[str]:
     with mock.patch.object(job, "write", gate):
         saving = ckpt.async_save(parent / "async", opt, net, {"step": 2})
         for _ in range(3):
-            for param in net.parameters():
-                param.grad = torch.randn_like(param)
-            opt.step()
+            train(net, opt)
             net.norm.running_mean.add_(1)
             for group in opt.param_groups:
                 group["lr"] *= 0.5
-        if saving.done():
-            wrong.append("it was done before it could be")
-        if difference(expected, picture(net, opt)) is None:
-            wrong.append("nothing was trained while it was saved")
+        assert not saving.done()
+        assert difference(expected, picture(net, opt)) is not None
         gate.open.set()
         assert saving.wait() == parent / "async"
         assert saving.done()
     for name in ("sync", "async"):
-        other, fresh = build(3, 1)
-        assert ckpt.load(parent / name, fresh, other).extra == {"step": 2}
-        if found := difference(expected, picture(other, fresh)):
-            wrong.append(f"{name}: {found}")
-    return wrong
+        same_as(expected, parent / name, {"step": 2})
 
 
 def two_in_a_row(parent: Path) -> None:
@@ -74,14 +78,10 @@ def two_in_a_row(parent: Path) -> None:
     for number in range(3):
         pictures.append(picture(net, opt))
         ckpt.async_save(parent / f"step-{number}", opt, net, keep_last=2)
-        for param in net.parameters():
-            param.grad = torch.ones_like(param)
-        opt.step()
+        train(net, opt)
     ckpt.save(parent / "last", opt, net)
     for number in (1, 2):
-        other, fresh = build(3, 1)
-        ckpt.load(parent / f"step-{number}", fresh, other)
-        assert difference(pictures[number], picture(other, fresh)) is None, number
+        same_as(pictures[number], parent / f"step-{number}")
 
 
 def two_optimizers(parent: Path) -> None:
@@ -103,26 +103,13 @@ def two_optimizers(parent: Path) -> None:
         with pytest.raises(RuntimeError, match="in the background failed"):
             bad.wait()
     for name, picture_then in zip(("first", "second"), expected, strict=True):
-        net, opt = build(7, 1)
-        ckpt.load(parent / name, opt, net)
-        assert difference(picture_then, picture(net, opt)) is None
+        same_as(picture_then, parent / name)
     assert torch.equal(ckpt.load(parent / "third").extra["a"], torch.ones(100))
-
-
-def in_the_background(parent: Path) -> list[str]:
-    for number, part in enumerate((two_in_a_row, two_optimizers)):
-        where = parent / str(number)
-        where.mkdir(exist_ok=True)
-        dist.barrier()
-        part(where)
-        dist.barrier()
-    return train_while_saving(parent)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_saving_in_the_background(tmp_path: Path, world_size: int) -> None:
-    for wrong in run_ranks(in_the_background, world_size, tmp_path):
-        assert not wrong, wrong
+    run_ranks(run_here, world_size, tmp_path, two_in_a_row, two_optimizers, train_while_saving)
 
 
 def one_rank_was_told(parent: Path) -> None:
@@ -202,11 +189,7 @@ def in_a_subgroup(parent: Path) -> str:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return "outside"
-    torch.manual_seed(1)
-    net = Net()
-    opt = ZeroRedundancyOptimizer(
-        net.named_parameters(), optim.SGD, process_group=group, lr=0.0, momentum=0.5
-    )
+    net, opt = make(process_group=group)
     set_step(net, opt, 1)
     ckpt.save(parent / "step-1", opt, net, {"step": 1})
     ckpt.async_save(parent / "again", opt, net, {"step": 1}).wait()

@@ -7,7 +7,7 @@ import math
 import os
 import pickle
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from hostile import (
     split,
     write_manifest,
 )
+
+from shardstep.plan import contiguous
 
 OPTIMIZER, MODEL, EXTRA = "optimizer.safetensors", "model.safetensors", "extra.safetensors"
 FILES = (MANIFEST, CONTENTS, OPTIMIZER, MODEL, EXTRA)
@@ -38,10 +40,6 @@ class Bomb:
 
     def __reduce__(self) -> Any:
         return (os.mkdir, (f"{os.environ['BOMB_TARGET']}",))
-
-
-def contiguous(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def at(value: Any, place: Place) -> Any:
@@ -90,13 +88,6 @@ def replace(name: str, make: Callable[[Path], object]) -> Damage:
     return damage
 
 
-def _link(file: Path) -> None:
-    """A link to a file that is as it should be, but elsewhere."""
-    elsewhere = file.parent.parent / f"elsewhere-{file.name}"
-    elsewhere.write_bytes((file.parent.parent / "checkpoint-copy" / file.name).read_bytes())
-    file.symlink_to(elsewhere)
-
-
 def _socket(file: Path) -> None:
     here = os.getcwd()
     os.chdir(file.parent)  # the name of a socket must be short
@@ -124,7 +115,9 @@ def on_files() -> Iterator[Case]:
             "a folder": replace(name, Path.mkdir),
             "a pipe": replace(name, os.mkfifo),
             "a socket": replace(name, _socket),
-            "a link": replace(name, _link),
+            "a link": replace(
+                name, lambda file: file.symlink_to(f"../checkpoint-copy/{file.name}")
+            ),
             "a link to a device": replace(name, lambda file: file.symlink_to("/dev/zero")),
         }
         for place in (0.1, 0.6, 0.98):
@@ -405,29 +398,28 @@ def in_contents() -> Iterator[Case]:
 # ------------------------------------------------------------------------------------ sparse
 
 
-def _stretched(path: Path, name: str, nbytes: int, contents: Any) -> None:
-    """Add a tensor without disk space to a file."""
-    said, data = split(path / name)
-    end = max(entry["data_offsets"][1] for entry in said.values() if "data_offsets" in entry)
-    said["long"] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [end, end + nbytes]}
-    join(path / name, said, data)
-    os.truncate(path / name, (path / name).stat().st_size + nbytes)
-    (path / CONTENTS).write_text(json.dumps(contents))
-    seal(path)
-    edit_manifest(put(("files", name, "nbytes"), (path / name).stat().st_size))(path)
-
-
 def _long(name: str, tree: Place | None, nbytes: int, path: Path) -> None:
-    """Add it to a value as well, if it is to be read."""
-    said = json.loads((path / CONTENTS).read_text())
-    if tree is not None:
+    """Add a tensor without disk space to a file, and to a value if it is to be read."""
+
+    def lengthen(said: Any) -> None:
+        end = max(entry["data_offsets"][1] for entry in said.values() if "data_offsets" in entry)
+        said["long"] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [end, end + nbytes]}
+
+    def describe(said: Any) -> None:
+        if tree is None:
+            return
         value, chunks = at(said, tree), [[name, "long", [0], [nbytes]]]
         value["node"][1].append(["long", ["tensor", "uint8", [nbytes], [1], True, None]])
         number = "3" if name == OPTIMIZER else "1"
         value["stored"][number] = {"dtype": "uint8", "shape": [nbytes], "chunks": chunks}
         if name == OPTIMIZER:
             at(said, tree[:-1])["per_element"].append(False)
-    _stretched(path, name, nbytes, said)
+
+    edit_header(path, name, lengthen)
+    edit_contents(path, describe)
+    total = (path / name).stat().st_size + nbytes
+    os.truncate(path / name, total)
+    edit_manifest(put(("files", name, "nbytes"), total))(path)
 
 
 def sparse() -> Iterator[Case]:

@@ -5,6 +5,7 @@ An attacker who can write to a checkpoint can recompute its digests: `seal` does
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -72,22 +73,13 @@ def write(path: Path) -> None:
 
 def picture(net: Net, opt: ZeroRedundancyOptimizer) -> Any:
     """Return a copy of everything that a load may change."""
-    state = {
-        index: {key: value.clone() for key, value in state.items()}
-        for index, state in opt.shards.local.states().items()
-    }
-    model = {name: _own(value) for name, value in net.state_dict().items()}
+    local = opt.shards.local
     options = [
         {key: value for key, value in group.items() if key != "params"}
         for group in (*opt.param_groups, *opt.optim.param_groups)
     ]
-    return {"model": model, "state": state, "options": options, "stepped": opt.shards.local.stepped}
-
-
-def _own(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return {key: _own(item) for key, item in value.items()} if isinstance(value, dict) else value
+    found = {"model": net.state_dict(), "state": local.states(), "options": options}
+    return copy.deepcopy({**found, "stepped": local.stepped})
 
 
 def outcome(path: Path, net: Net, opt: ZeroRedundancyOptimizer) -> tuple[str | None, str | None]:
@@ -118,7 +110,7 @@ def copy_of(valid: Path, to: Path) -> Path:
     return to
 
 
-def seal(path: Path, **changes: Any) -> None:
+def seal(path: Path) -> None:
     """Make lengths and digests fit what is in the files, as far as they are files."""
     manifest = json.loads((path / MANIFEST).read_text())
     for name, said in manifest["files"].items():
@@ -126,7 +118,7 @@ def seal(path: Path, **changes: Any) -> None:
         if file.is_file() and file.stat().st_size < 2**30:
             said["nbytes"] = file.stat().st_size
             said["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    write_manifest(path, {**manifest, **changes})
+    write_manifest(path, manifest)
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:

@@ -134,9 +134,6 @@ class Contents:
             yield f"model tensor {name!r}", stored
 
 
-# --------------------------------------------------------------------------------- masters
-
-
 def attach_masters(states: Mapping[K, Any], masters: Mapping[K, torch.Tensor]) -> dict[K, Any]:
     """Return state by parameter that includes each parameter's master."""
     attached = {key: {MASTER: master, **states.get(key, {})} for key, master in masters.items()}
@@ -164,8 +161,6 @@ def own_entries(node: Node) -> list[Node]:
     """Return the entries of a parameter's state without its master."""
     return [item for key, item in node[1] if key != MASTER]
 
-
-# ------------------------------------------------------------------------------------ JSON
 
 _KEYS = {
     "class_name": "class",

@@ -23,7 +23,13 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.format import SavedOptimizer, SavedParam, Stored, split_masters
+from shardstep.checkpoint.format import (
+    SavedOptimizer,
+    SavedParam,
+    Stored,
+    master_of,
+    split_masters,
+)
 from shardstep.checkpoint.inputs import check_model, comm_of
 from shardstep.checkpoint.match import Match
 from shardstep.checkpoint.read import Checkpoint
@@ -154,9 +160,8 @@ class _Loading:
     """A load on one rank: `read` changes nothing, `install` does when all ranks have read."""
 
     match: Match
-    states: dict[int, Any] = field(default_factory=dict)  # by parameter number, as all three
+    states: dict[int, Any] = field(default_factory=dict)  # by parameter number, as masters
     masters: dict[int, torch.Tensor] = field(default_factory=dict)
-    saved_masters: set[int] = field(default_factory=set)
     global_state: dict[str, Any] = field(default_factory=dict)
     extra_entries: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -191,7 +196,6 @@ class _Loading:
             if match.found[index].state is not None
         }
         self.states, self.masters = split_masters(states)
-        self.saved_masters = set(self.masters)
         for index, master in shards.masters().items():
             stored = None if index in self.masters else match.wider_weight(index)
             if stored is not None:
@@ -317,9 +321,8 @@ class _Loading:
         }
         held = sorted(shards.plan.intervals(shards.comm.group_rank))
         saved = self.match.checkpoint.contents.optimizer
-        wide = {index for index in held if index not in found} | self.saved_masters
-        if saved is not None and saved.rounding_step:
-            wide = set(held)
+        rounded = saved is not None and saved.rounding_step > 0
+        wide = {i for i in held if rounded or i not in found or master_of(found[i].state)}
         states = {**kept, **self.states}
         install(local, held, states, self.global_state, groups, specs, self.extra_entries, wide)
 

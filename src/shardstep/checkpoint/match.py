@@ -132,8 +132,6 @@ class Match:
         dtype = self.optimizer.plan.specs[index].dtype
         return stored if stored is not None and stored.dtype.itemsize > dtype.itemsize else None
 
-    # ------------------------------------------------------------------------- the optimizer
-
     def _match_optimizer(self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer) -> None:
         own_class = full_name(type(optimizer.optim))
         self.require(
@@ -213,8 +211,6 @@ class Match:
             start = indices.stop
         return chosen
 
-    # ----------------------------------------------------------------------------- the model
-
     def _match_model(self, model: torch.nn.Module, saved: SavedModel) -> None:
         self.targets, aliases, extra = split_state_dict(model.state_dict())
         self.owners = assign_owners(self.targets, (), self.comm.world_size)
@@ -289,8 +285,6 @@ class Match:
             f"{tensor} has elements that share memory (stride {target.stride()}), and cannot be "
             "written to; clone it where the model is made",
         )
-
-    # ------------------------------------------------------------------------------- common
 
     def _check_memory(self) -> None:
         """Raise if this rank cannot hold what it would read."""

@@ -109,8 +109,8 @@ class AsyncSaveState:
         """Return the job with copies of its tensors, in memory that the next save reuses."""
         sources = [source for file in job.files.values() for source in file.values()]
         sizes = [-(-each.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for each in sources]
-        devices = {each.device for each in sources if isinstance(each, torch.Tensor)}
-        devices.discard(torch.device("cpu"))
+        tensors = [each for each in sources if isinstance(each, torch.Tensor)]
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         if self._memory is None or self._memory.numel() < sum(sizes):
             self._memory = None  # free the old one first
             self._memory = torch.empty(
@@ -205,11 +205,7 @@ def async_save(
     state = _state_of(optimizer)
     state.finish_running(comm)
     job = plan_save(path, optimizer, model, extra, keep_last)
-
-    def copy() -> None:
-        nonlocal job
-        job = state.copy(job)
-
-    run_on_all_ranks(comm, "copying what is to be saved", copy)
-    state.running = AsyncSave(state.connection(comm), job)
+    copies: list[SaveJob] = []
+    run_on_all_ranks(comm, "copying a checkpoint", lambda: copies.append(state.copy(job)))
+    state.running = AsyncSave(state.connection(comm), copies[0])
     return state.running

@@ -70,9 +70,6 @@ class SaveJob:
     keep_last: int | None
 
 
-# --------------------------------------------------------------------------------- planning
-
-
 def plan_save(
     path: str | os.PathLike[str],
     optimizer: ZeroRedundancyOptimizer | None,
@@ -103,13 +100,12 @@ def plan_save(
     texts: dict[str, str] = {}
 
     def describe() -> str:
-        nonlocal texts
         saved_optimizer = None if add_optimizer is None else add_optimizer()
         saved_model = None if model is None else _add_model(files, unwrapped(model))
         saved_extra = None if extra is None else files.add_value("extra", extra)
         contents = Contents(saved_optimizer, saved_model, saved_extra, made_by(comm.world_size))
         if comm.group_rank == 0:
-            texts = json_files(contents)
+            texts.update(json_files(contents))
         # Rank 0 describes the files of all ranks, so these must agree on places.
         params = () if saved_optimizer is None else saved_optimizer.params
         states = [param.state and param.state.stored for param in params]
@@ -258,9 +254,6 @@ def _add_model(files: FileLayout, model: torch.nn.Module) -> SavedModel:
     for name, rank in assign_owners(state.tensors, buffers, files.world_size).items():
         tensors[name] = files.add_whole("model", rank, name, state.tensors[name])
     return SavedModel(tensors, state.aliases, files.add_value("model", state.extra))
-
-
-# ---------------------------------------------------------------------------------- writing
 
 
 def write_checkpoint(comm: Comm, job: SaveJob, progress: Progress = no_progress) -> Path:

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from shardstep.params.groups import rename_params
 from shardstep.params.inputs import check_optimizer, unwrap_partial
 
 CLASS_KEY = "optimizer_class"
@@ -22,11 +23,6 @@ PER_PARAMETER = frozenset({"params", "param_names"})
 
 Group = dict[str, Any]
 Make = Callable[..., Optimizer]
-
-
-def names_a_class(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether any of the groups names its class."""
-    return any(CLASS_KEY in group for group in groups)
 
 
 def full_name(optimizer_class: Any) -> str:
@@ -262,14 +258,10 @@ def split_state_dict(state_dict: Mapping[str, Any]) -> dict[str, dict[str, Any]]
     parts = {}
     for name, numbers in groups_of.items():
         part = _select_groups(state_dict, numbers)
-        new_ids: dict[Any, int] = {}
         for group in part["param_groups"]:
             del group[CLASS_KEY]
-            for identifier in group["params"]:
-                new_ids[identifier] = len(new_ids)
-            group["params"] = [new_ids[identifier] for identifier in group["params"]]
-        part["state"] = {new_ids.get(key, key): value for key, value in part["state"].items()}
-        parts[name] = part
+        old_ids = [each for group in part["param_groups"] for each in group["params"]]
+        parts[name] = rename_params(part, {old: new for new, old in enumerate(old_ids)})
     return parts
 
 

@@ -41,13 +41,10 @@ def start_training(opt: Optimizer) -> bool:
 
 
 def _has_both(opt: Optimizer) -> bool:
-    return all(_takes_no_arguments(getattr(opt, mode, None)) for mode in MODES)
-
-
-def _takes_no_arguments(method: Any) -> bool:
-    # A method of the same name with required arguments is something else.
     try:
-        inspect.signature(method).bind()
-    except (TypeError, ValueError):
+        for mode in MODES:
+            # A method of the same name with required arguments is something else.
+            inspect.signature(getattr(opt, mode)).bind()
+    except (AttributeError, TypeError, ValueError):
         return False
     return True

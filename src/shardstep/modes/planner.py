@@ -16,7 +16,7 @@ from shardstep.comm import Comm
 from shardstep.layouts.choose import Layouts
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.local_optimizer import LocalOptimizer
-from shardstep.local.multi_class import MultiClass, names_a_class, optimizer_name
+from shardstep.local.multi_class import CLASS_KEY, MultiClass, optimizer_name
 from shardstep.local.unmovable_state import find_kept_view
 from shardstep.params.dtensor import describe_part, refuse_dtensors
 from shardstep.params.inputs import describe, describe_options, parameters
@@ -167,6 +167,6 @@ class Planner:
 
     def _make_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
         recipe = self.settings.recipe
-        if names_a_class(groups):
+        if any(CLASS_KEY in group for group in groups):
             return MultiClass(groups, recipe.optimizer_class, **recipe.defaults)
         return recipe.optimizer_class(groups, **recipe.defaults)

@@ -16,3 +16,16 @@ def group_ranges(groups: Sequence[Mapping[str, Any]]) -> list[range]:
     """
     stops = accumulate((len(group["params"]) for group in groups), initial=0)
     return [range(start, stop) for start, stop in pairwise(stops)]
+
+
+def rename_params(state_dict: Mapping[str, Any], new_ids: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a state dict with other identifiers for its parameters."""
+    by_param = {key: state_dict[key] for key in ("state", "masters") if key in state_dict}
+    return {
+        **state_dict,
+        **{key: {new_ids.get(k, k): v for k, v in each.items()} for key, each in by_param.items()},
+        "param_groups": [
+            {**group, "params": [new_ids[each] for each in group["params"]]}
+            for group in state_dict["param_groups"]
+        ],
+    }

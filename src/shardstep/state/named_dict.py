@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path
 
-from shardstep.params.groups import group_ranges
+from shardstep.params.groups import group_ranges, rename_params
 from shardstep.params.names import shorten_list, strip_wrapper_prefixes
 
 Groups = Sequence[Mapping[str, Any]]
@@ -35,30 +35,28 @@ def numbered(
         state_dict = _nested(state_dict, names, groups)
     saved_groups = state_dict["param_groups"]
     saved = [name for group in saved_groups for name in group["params"]]
-    index_of = dict(zip(saved, _indices(saved, names), strict=True))
-    left = [({index_of[name] for name in group["params"]}, group) for group in saved_groups]
+    renamed = rename_params(state_dict, dict(zip(saved, _indices(saved, names), strict=True)))
+    left = list(renamed["param_groups"])
     packed = []
     for number, indices in enumerate(group_ranges(groups)):
-        match = next((each for each in left if each[0] == set(indices)), None)
+        match = next((i for i, group in enumerate(left) if {*group["params"]} == {*indices}), None)
         if match is None:
             raise ValueError(
                 f"the loaded state dict has no parameter group with exactly the parameters of "
                 f"group {number} here ({shorten_list(names[i] for i in indices)}); construct the "
                 "optimizer with the same groups as the saved one"
             )
-        left.remove(match)
-        options = {k: v for k, v in match[1].items() if k not in ("params", "param_names")}
+        options = {k: v for k, v in left.pop(match).items() if k not in ("params", "param_names")}
         packed.append({**options, "params": list(indices)})
     state: dict[Any, Any] = {}
-    for name, value in state_dict["state"].items():
-        if name in index_of:
-            _refuse_shards(value, name)
-            if any(item is not None for item in tree_leaves(value)):  # else saved before any step
-                state[index_of[name]] = value
-        else:
-            state[name] = value
-    masters = {index_of.get(k, k): value for k, value in state_dict.get("masters", {}).items()}
-    return {**state_dict, "state": state, "param_groups": packed, "masters": masters}
+    for key, value in renamed["state"].items():
+        of_param = key in range(len(names))
+        if of_param:
+            _refuse_shards(value, names[key])
+        # A parameter that was saved before any step may have None for each tensor.
+        if not of_param or any(item is not None for item in tree_leaves(value)):
+            state[key] = value
+    return {**renamed, "state": state, "param_groups": packed}
 
 
 def by_name(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -78,23 +76,13 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
         >>> named["param_groups"][0]["params"]
         ['weight', 'bias']
     """
-    groups = state_dict["param_groups"]
-    numbers = [number for group in groups for number in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     if len(numbers) != len(names) or len(set(names)) != len(names):
         raise ValueError(
             f"expected {len(numbers)} different names, one per parameter, but got {len(names)} "
             f"names, {len(set(names))} of them different"
         )
-    name_of = dict(zip(numbers, names, strict=True))
-    masters = state_dict.get("masters", {})
-    return {
-        **state_dict,
-        **({"masters": {name_of[key]: value for key, value in masters.items()}} if masters else {}),
-        "state": {name_of.get(key, key): value for key, value in state_dict["state"].items()},
-        "param_groups": [
-            {**group, "params": [name_of[number] for number in group["params"]]} for group in groups
-        ],
-    }
+    return rename_params(state_dict, dict(zip(numbers, names, strict=True)))
 
 
 def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from shardstep.layouts.known_classes import ELEMENT_WISE
 from shardstep.local.multi_class import MultiClass, of_one_class, parts_of
 from shardstep.params.dtensor import local_part
-from shardstep.params.groups import group_ranges
+from shardstep.params.groups import group_ranges, rename_params
 from shardstep.params.storage import flat
 from shardstep.plan import Interval, ParamSpec, ShardPlan
 from shardstep.state.tree import own_copy
@@ -49,15 +49,7 @@ def match_params(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any
         )
     identifiers = [identifier for group in saved for identifier in group["params"]]
     index_of = {identifier: index for index, identifier in enumerate(identifiers)}
-    return {
-        **state_dict,
-        "state": {index_of.get(key, key): value for key, value in state_dict["state"].items()},
-        "masters": {index_of.get(k, k): m for k, m in state_dict.get("masters", {}).items()},
-        "param_groups": [
-            {**group, "params": list(indices)}
-            for group, indices in zip(saved, group_ranges(groups), strict=True)
-        ],
-    }
+    return rename_params({"masters": {}, **state_dict}, index_of)
 
 
 def load_share(full: Mapping[str, Any], plan: ShardPlan, group_rank: int, local: Optimizer) -> None:

@@ -103,7 +103,3 @@ class ShardView:
             f"first one is called {self.plan.specs[0].name!r}; names are those of module= or of "
             "the (name, parameter) pairs that it was given"
         )
-
-    def mark_begun(self, params: Iterable[int]) -> None:
-        """Record that `params` have state, so that none of them counts as new."""
-        self.begun |= set(params)

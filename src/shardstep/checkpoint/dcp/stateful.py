@@ -119,7 +119,7 @@ class Sharded:
         # Nothing changes before all ranks have read their share.
         groups = check_same_on_all_ranks(shards.comm, "loading a sharded state dict", read)
         with_state = {index for index, state in states.items() if state is not None}
-        shards.mark_begun(with_state)
+        shards.begun.update(with_state)
         install(
             shards.optim,
             held,
