@@ -191,10 +191,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             append(param_group)
 
     def detach(self) -> None:
-        """Restore plain parameters and remove all hooks. Called on every rank.
-
-        Parameters are up to date and without gradients. The optimizer cannot be used afterwards.
-        """
+        """Restore plain parameters, remove all hooks, end this optimizer. Called on every rank."""
         self.mode.detach()
 
     def report(self) -> Report:
@@ -331,11 +328,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on rank `to` of the process group, in its CPU memory.
 
-        Called on every rank. Afterwards `state_dict()` may be called on rank `to`.
-
-        Raises:
-            ValueError: on every rank, if there is no such rank, or ranks pass different ones.
-            RuntimeError: on every rank, if there is state that cannot be sent.
+        Called on every rank. Afterwards `state_dict()` may be called on rank `to`. It raises on
+        every rank, if ranks pass different ones or there is state that cannot be sent.
         """
         self._consolidated = consolidate(self.mode, self.param_groups, to)
 

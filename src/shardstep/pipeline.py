@@ -99,13 +99,7 @@ class Pipeline:
         act: Callable[[], T],
         among: Collection[int] | None = None,
     ) -> T:
-        """Update this rank's pieces, and write them back to their parameters.
-
-        Args:
-            gradients: the gradients that `act` sees.
-            act: updates the pieces.
-            among: the parameters that it may update; None for all.
-        """
+        """Update this rank's pieces, and write them back to their parameters."""
         gradients.collect()
         try:
             return act()
@@ -121,12 +115,7 @@ class Pipeline:
     def send(
         self, among: Iterable[int] | None = None, buckets: Collection[int] | None = None
     ) -> None:
-        """Send updated parameters to all ranks. Called on every rank.
-
-        Args:
-            among: the parameters that were updated; None for all that have a gradient.
-            buckets: the buckets to gather; None for all.
-        """
+        """Send updated parameters to all ranks. Called on every rank."""
         self.params.mark_changed(among)
         self.gather.launch(buckets)
 

@@ -65,7 +65,7 @@ def by_norm_of(name: str, chosen: Any, *bases: type) -> Any:
 def skipping(name: str, skip: Any, *bases: type) -> Any:
     """A class that zeroes all gradients if `skip` says so."""
     return toy(
-        name, *bases, before=lambda self: torch._foreach_zero_(self.grads) if skip(self) else None
+        name, *bases, before=lambda self: [g.zero_() for g in (self.grads if skip(self) else ())]
     )
 
 
@@ -116,47 +116,38 @@ class LateTurn(Simple):
         return grad / grad.norm() if step > 30 else grad
 
 
-class TrustRatio(Simple):
-    def direction(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> torch.Tensor:
-        return grad * (p.norm() / (grad.norm() + 1e-8))
+def trust(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return grad * (p.norm() / (grad.norm() + 1e-8))
 
 
-class TrustsSquares(TrustRatio):
-    def direction(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> torch.Tensor:
-        square = p.dim() == 2 and p.shape[0] == p.shape[1]
-        return super().direction(p, grad, group) if square else grad
+def trust_squares(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return trust(p, grad) if p.dim() == 2 and p.shape[0] == p.shape[1] else grad
 
 
-class StartsLate(Simple):
-    """Only looks on for ten steps."""
-
-    def before(self) -> None:
-        for grad in self.grads if self.taken <= 10 else ():
-            grad.zero_()
-
-
-class InBlocks(Simple):
+def in_blocks(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """By blocks of 256 elements where these fit, as 8-bit states are kept."""
-
-    def direction(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> torch.Tensor:
-        if p.numel() < 4096 or p.numel() % 256:
-            return grad
-        return grad / grad.reshape(-1, 256).abs().amax(1).repeat_interleave(256).view_as(grad)
+    if p.numel() < 4096 or p.numel() % 256:
+        return grad
+    return grad / grad.reshape(-1, 256).abs().amax(1).repeat_interleave(256).view_as(grad)
 
 
-class Refuses(Simple):
-    """Raises for gradients that it does not like."""
+def refusing(name: str, dislikes: Any) -> Any:
+    """A class that raises for some gradients."""
 
-    def direction(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> torch.Tensor:
-        if self.dislikes(grad):
+    def direction(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        if dislikes(grad):
             raise ValueError("not this one")
         return grad
 
-    def dislikes(self, grad: torch.Tensor) -> bool:
-        raise NotImplementedError
+    return by_direction(name, direction)
 
 
-class Laborious(TrustRatio):
+TrustRatio = by_direction("TrustRatio", trust)
+NoisyTrust = by_direction("NoisyTrust", lambda p, g: trust(p, g.add_(torch.rand_like(g))))
+StartsLate = skipping("StartsLate", lambda self: self.taken <= 10)
+
+
+class Laborious(TrustRatio):  # type: ignore[misc, valid-type]
     """Calls torch a thousand times in a step."""
 
     def before(self) -> None:
@@ -272,11 +263,6 @@ class Distance(Simple):
 Noisy = by_direction("Noisy", lambda p, grad: grad + torch.randn_like(grad))
 
 
-class NoisyTrust(TrustRatio):
-    def direction(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> torch.Tensor:
-        return super().direction(p, grad.add_(torch.rand_like(grad)), group)
-
-
 class NoisyCoupled(GlobalClip):
     def before(self) -> None:
         super().before()
@@ -373,16 +359,13 @@ class GlobalState(Simple):
         self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index]
 
 
-class CountsItself(Simple):
-    """Has a counter in its state dict."""
-
-    def state_dict(self) -> Any:
-        return {**super().state_dict(), "count": self.taken}
+def counting(name: str, count: Any) -> Any:
+    """A class with a counter in its state dict."""
+    return toy(name, state_dict=lambda self: {**Simple.state_dict(self), "count": count(self)})
 
 
-class CountsItsParameters(Simple):
-    def state_dict(self) -> Any:
-        return {**super().state_dict(), "count": len(self.grads)}
+CountsItself = counting("CountsItself", lambda self: self.taken)
+CountsItsParameters = counting("CountsItsParameters", lambda self: len(self.grads))
 
 
 def finite(self: Simple) -> bool:
@@ -404,16 +387,18 @@ VERDICTS: dict[str, list[Any]] = {
         *(Simple, Momentum, NeedsClosure, ByLoss, GlobalState, HasModes, StartsLate, CountsItself),
         (Momentum, {"lr": torch.tensor(0.1)}),
         (GroupDecides, {"normalise": False}),
-        toy("RefusesSmall", Refuses, dislikes=lambda self, g: g.dim() == 2 and min(g.shape) < 20),
-        toy("RefusesInfinite", Refuses, dislikes=lambda self, g: not g.isfinite().all()),
+        refusing("RefusesSmall", lambda g: g.dim() == 2 and min(g.shape) < 20),
+        refusing("RefusesInfinite", lambda g: not g.isfinite().all()),
     ],
     "per tensor": [
-        *(ScalesToEvaluate, TrustRatio, InBlocks, LateTurn, Laborious, TrustsSquares, Hoarder),
+        *(ScalesToEvaluate, TrustRatio, LateTurn, Laborious, Hoarder),
         *(MatricesOnly, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam),
         (TrustRatio, {"lr": 0.0}),
         (TrustRatio, {"lr": torch.tensor(0.0)}),
         (GroupDecides, {"normalise": True}),
         toy("TrustsLate", StartsLate, TrustRatio),
+        by_direction("InBlocks", in_blocks),
+        by_direction("TrustsSquares", trust_squares),
         by_direction("DecaysMatrices", lambda p, g: g + p if p.dim() > 1 else g),
         by_direction("MeanIfLarge", lambda p, g: g.mean() if p.numel() >= 4096 else g),
         by_direction("LeavesSmallOut", lambda p, g: g if p.numel() >= 300 else 0 * g),

@@ -253,20 +253,22 @@ class HasModes(LeavesEmptyOut):
         super().step()
 
 
-def go_through_modes() -> list[list[Any]]:
+def go_through_modes() -> None:
     net, opt = make(HasModes, "plain")
     opt.train()
     train(net, opt, range(3))
-    modes = []
-    for set_mode in (opt.eval, opt.train, lambda: opt.train(False), lambda: opt.train(mode=True)):
+    for set_mode, trains in (
+        (opt.eval, False),
+        (opt.train, True),
+        (lambda: opt.train(False), False),
+        (lambda: opt.train(mode=True), True),
+    ):
         set_mode()
-        modes.append([group["trains"] for group in opt.param_groups])
-    return modes
+        assert [group["trains"] for group in opt.param_groups] == [trains] * 2
 
 
 def test_modes_are_those_of_the_unsharded_class_too() -> None:
-    expected = [[False] * 2, [True] * 2, [False] * 2, [True] * 2]
-    assert run_ranks(go_through_modes, 3) == [expected] * 3
+    run_ranks(go_through_modes, 3)
 
 
 def refuse_a_group() -> None:
@@ -300,7 +302,7 @@ class NotesDown(LeavesEmptyOut):
         group["found"] = str(first.dtype), first.requires_grad, first.grad is not None
 
 
-def note_down(way: str) -> list[Any]:
+def note_down(way: str) -> None:
     torch.manual_seed(0)
     net = Net().to(torch.bfloat16)
     groups = net.groups()
@@ -308,7 +310,7 @@ def note_down(way: str) -> list[Any]:
         codes = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
         groups[0]["params"].append(codes)
         groups[1]["params"].insert(0, nn.Parameter(codes.clone(), requires_grad=False))
-    opt = ZeroRedundancyOptimizer(groups, NotesDown, precision=MixedPrecision())
+    opt: Any = ZeroRedundancyOptimizer(groups, NotesDown, precision=MixedPrecision())
 
     def closure() -> torch.Tensor:
         opt.zero_grad()
@@ -316,18 +318,16 @@ def note_down(way: str) -> list[Any]:
         loss.backward()
         return loss
 
-    if way == "closure":
-        opt.step(closure)  # type: ignore[arg-type]
-    else:
+    if way != "closure":
         closure()
-        opt.step()
-    return [group.get("found") for group in opt.param_groups]
+    opt.step(closure if way == "closure" else None)
+    found = [group.get("found") for group in opt.param_groups]
+    if way == "quantised":  # ranks note different parameters, but each notes one
+        assert None not in found
+    else:
+        assert found == [("torch.float32", True, True)] * 2
 
 
 @pytest.mark.parametrize("way", ["masters", "closure", "quantised"])
 def test_a_placeholder_is_like_the_trained_parameters_of_its_group(way: str) -> None:
-    for found in run_ranks(note_down, 3, way):
-        if way == "quantised":  # ranks note different parameters, but each notes one
-            assert None not in found
-        else:
-            assert found == [("torch.float32", True, True)] * 2
+    run_ranks(note_down, 3, way)

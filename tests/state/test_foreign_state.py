@@ -281,7 +281,7 @@ def test_a_class_that_loads_in_its_own_way_is_let() -> None:
 
 
 def _through_files(folder: Path, how: str, saving: bool) -> tuple[Any, list[torch.Tensor]]:
-    params = make_params(SHAPES, frozen=())
+    params = LowBit.make_params()
     opt = ZeroRedundancyOptimizer(params, LowBit, bucket_bytes=1)
     if saving:
         train(opt, params, range(5))
@@ -305,8 +305,7 @@ def test_tensors_that_are_made_of_others_go_through_files(tmp_path: Path, how: s
 
 
 def _refuses(folder: Path, cls: Any, known: str) -> None:
-    params = make_params(SHAPES, frozen=())
-    opt = ZeroRedundancyOptimizer(params, cls, bucket_bytes=1)
+    opt = ZeroRedundancyOptimizer(cls.make_params(), cls, bucket_bytes=1)
     with mock.patch("shardstep.checkpoint.read.WRAPPING_PACKAGES", (known,)):
         checkpoint.load(folder, opt, strict=False)
 
@@ -323,13 +322,12 @@ def test_a_file_neither_chooses_the_class_that_is_made_nor_has_it_cut(tmp_path: 
 
 
 def _loads_into(cls: Any, saved: Any) -> None:
-    params = make_params(SHAPES, frozen=())
-    ZeroRedundancyOptimizer(params, cls, lr=0.1).load_state_dict(saved)
+    ZeroRedundancyOptimizer(LowBit.make_params(), cls, lr=0.1).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, Remembers])
 def test_coded_state_is_not_cut_for_a_class_that_knows_no_codes(cls: Any) -> None:
-    params = make_params(SHAPES, frozen=())
+    params = LowBit.make_params()
     unsharded = LowBit(params)
     train(unsharded, params, range(5))
     raises_on_every_rank(

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.checkpoint import by_name
+from shardstep.params.groups import rename_params
 from shardstep.params.names import strip_wrapper_prefixes
 
 MODES = ("nested", "flat")
@@ -117,9 +118,7 @@ def _from_ddp(mode: str, compiled: bool) -> list[Any]:
     if mode == "flat":
         state = {_replace(key, rename): value for key, value in state.items()}
     else:
-        state["state"] = {rename[name]: value for name, value in state["state"].items()}
-        for group in state["param_groups"]:
-            group["params"] = [rename[name] for name in group["params"]]
+        state = rename_params(state, rename)
     ours, sharded = zero()
     sharded.load_state_dict(state)
     return goes_on(ours, sharded, net.state_dict())
@@ -151,11 +150,10 @@ def _reversed_names(numbers: bool) -> list[int]:
         "param_groups": [{**g, "params": g["params"][::-1]} for g in state["param_groups"][::-1]],
     }
     if numbers:
-        order = [name for group in state["param_groups"] for name in group["params"]]
-        state["state"] = {order.index(name): value for name, value in state["state"].items()}
         for group in state["param_groups"]:
             group["param_names"] = group["params"]
-            group["params"] = [order.index(name) for name in group["params"]]
+        order = [name for group in state["param_groups"] for name in group["params"]]
+        state = rename_params(state, {name: number for number, name in enumerate(order)})
     ours, sharded = zero()
     sharded.load_state_dict(state)
     return goes_on(ours, sharded, net.state_dict())

@@ -31,11 +31,6 @@ class ImmediateGather(ParamGather):
     """Gathers that are over when `launch` returns.
 
     Buckets travel in the plan's order, as many at a time as the storage has buffers for.
-
-    Args:
-        comm: the ranks.
-        plan: the placement.
-        storage: where the parameters live.
     """
 
     def __init__(self, comm: Comm, plan: ShardPlan, storage: ParamStorage) -> None:

@@ -30,10 +30,7 @@ from shardstep.params.sharded_params import ShardedParams
 class OverlappedGather(ParamGather):
     """Gathers that go on after `launch` has returned, until their parameters are read.
 
-    Args:
-        comm: the ranks, on connections that carry nothing else.
-        params: the parameters, which live in their buckets.
-        module: the module they belong to.
+    `comm` carries nothing else, and the parameters live in their buckets.
     """
 
     def __init__(self, comm: Comm, params: ShardedParams, module: torch.nn.Module) -> None:

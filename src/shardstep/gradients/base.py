@@ -37,7 +37,7 @@ class GradientSource(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether gradients are only accumulated on each rank, as under `no_sync()`."""
+        """True while gradients only accumulate on each rank, as under `no_sync()`."""
 
     def pause(self) -> None:
         """From now on, only accumulate gradients on each rank."""
@@ -55,14 +55,7 @@ class GradientSource(Protocol):
 def piece_gradient(
     grad: torch.Tensor | None, piece: Piece, stride: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """Return the part of a full gradient that belongs to `piece`.
-
-    Args:
-        grad: the gradient of the whole parameter, if it has one.
-        piece: the piece.
-        stride: the strides of the parameter.
-        dtype: the dtype that is stepped on; a copy is made if the gradient has another.
-    """
+    """Return the part of a full gradient that belongs to `piece`."""
     if grad is None:
         return None
     part = grad if piece.entire else flat(grad, stride)[piece.param_interval.slice]

@@ -1,4 +1,4 @@
-"""Numbers that concern all gradients, which lie divided among the ranks: norm and finiteness."""
+"""The norm and the finiteness of all gradients, which are sharded across ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardstep.params.dtensor import full_value
 
 
 def gather_scalar(comm: Comm, own: torch.Tensor) -> torch.Tensor:
-    """Every rank's number, in rank order. Called on every rank."""
+    """Return every rank's number, in rank order. Called on every rank."""
     everyone = torch.zeros(comm.world_size, dtype=own.dtype, device=own.device)
     everyone[comm.group_rank] = own
     comm.all_gather(everyone, range(comm.world_size + 1)).wait()
@@ -29,18 +29,12 @@ def clip_norm(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> torch.Tensor:
-    """Clip the gradients of all ranks' `tensors` by their common norm, each counted once.
+    """Clip the gradients of all ranks' `tensors` by their total norm, each counted once.
 
-    Called on every rank, whether or not it has any.
-
-    Returns:
-        The norm, the same on every rank, on `device` and of `dtype`.
-
-    Raises:
-        RuntimeError: if asked to and the norm is not finite; then on every rank, and before
-            anything is scaled.
+    Called on every rank, whether or not it has any. Returns the norm on `device` and in `dtype`. If
+    asked to and the norm is not finite, every rank raises before anything is scaled.
     """
-    # Nothing has no largest element: torch would raise, and on the owner of the parameter alone.
+    # Torch would raise for the largest element of an empty gradient, on its owner only.
     with_grad = [t for t in tensors if t.grad is not None and t.grad.numel()]
     own = torch.zeros((), dtype=dtype, device=device)
     if with_grad:
@@ -56,16 +50,16 @@ def clip_norm(
 def wide_norm(
     params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], norm_type: float
 ) -> torch.Tensor:
-    """The norm of the gradients of `params`, each computed in the dtype given for it.
+    """Return the norm of the gradients of `params`, each computed in the dtype given for it.
 
-    Called on every rank of a mesh, if there are DTensors among them: these count with all parts.
+    Called on every rank of a mesh if there are DTensors among them: these count with all parts.
     """
     norms = [
         full_value(torch.linalg.vector_norm(param.grad.detach(), norm_type, dtype=dtype)).to(
             params[0].device
         )
         for param, dtype in zip(params, dtypes, strict=True)
-        if param.grad is not None and param.grad.numel()  # nothing has no largest element
+        if param.grad is not None and param.grad.numel()
     ]
     if not norms:
         return torch.zeros((), device=params[0].device)
@@ -88,7 +82,7 @@ def unscale(
     found_inf: torch.Tensor,
     inv_scale: torch.Tensor,
 ) -> None:
-    """Multiply `grads` by `inv_scale`, and let `found_inf` say on every rank if any rank found one.
+    """Multiply `grads` by `inv_scale`, and set `found_inf` on every rank if any rank found one.
 
     Called on every rank, whether or not it has any.
     """

@@ -43,13 +43,13 @@ class Reducer(Protocol):
 
 
 class Feeder:
-    """Where a reducer's local gradients come from.
+    """The source of a reducer's local gradients.
 
     This base class has what both feeders share; `attach` is called once, by the reducer.
     """
 
     ends_with_backward = True
-    """Whether a round ends with the backward pass that it began in; if not, the step ends it."""
+    """True if a round ends with the backward pass that it began in; if not, the step ends it."""
 
     def attach(self, reducer: Reducer) -> None:
         """Feed `reducer` from now on."""

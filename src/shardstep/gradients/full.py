@@ -16,12 +16,7 @@ from shardstep.precision import MixedPrecision
 
 
 class FullGradients(GradientSource):
-    """Gradients that are in `param.grad` on every rank.
-
-    Args:
-        params: the parameters and this rank's pieces; entire parameters are their own pieces.
-        precision: says in which dtype each parameter is stepped on.
-    """
+    """Gradients that are in `param.grad` on every rank."""
 
     nbytes = 0
     paused = False

@@ -48,13 +48,7 @@ class _InFlight:
 
 
 class Lanes:
-    """The lanes of all training buckets, in the order in which backward fills them.
-
-    Args:
-        comm: the ranks, on connections that carry nothing else.
-        params: the parameters and this rank's pieces.
-        precision: the dtypes in which gradients travel and are stepped on.
-    """
+    """The lanes of all training buckets, in the order in which backward fills them."""
 
     def __init__(self, comm: Comm, params: ShardedParams, precision: MixedPrecision) -> None:
         self._comm = comm

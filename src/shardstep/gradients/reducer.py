@@ -32,7 +32,7 @@ from shardstep.precision import MixedPrecision
 
 
 class Phase(Enum):
-    """How far the gradients are on their way to the pieces."""
+    """The progress of gradients on their way to the pieces."""
 
     OWED = auto()
     """Local gradients may be waiting: a round is due before the step."""

@@ -14,13 +14,7 @@ from shardstep.comm import Comm, Work
 
 
 class UsedParams:
-    """The parameters that had a gradient since the gradients were cleared.
-
-    Args:
-        comm: the ranks.
-        trained: the numbers of the parameters that train.
-        device: the device on which flags travel.
-    """
+    """The parameters that had a gradient since the gradients were cleared."""
 
     def __init__(self, comm: Comm, trained: Sequence[int], device: torch.device) -> None:
         self._comm = comm

@@ -24,7 +24,7 @@ from enum import StrEnum
 import torch
 
 from shardstep.layouts.compare import Comparison, DrawsRandomNumbers, compare
-from shardstep.layouts.random_numbers import constant_random_numbers
+from shardstep.layouts.random_numbers import ConstantRandomNumbers
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.layouts.trial import Cause, Coupled, Difference, Stage, Trial, TrialFailed, trials
 from shardstep.local.sandbox import sandbox
@@ -166,7 +166,7 @@ def _judge_random(trial: Trial, sizes: Sequence[int]) -> Verdict:
     try:
         return _run_stages(trial, sizes)
     except DrawsRandomNumbers:
-        with constant_random_numbers():
+        with ConstantRandomNumbers():  # type: ignore[no-untyped-call]
             return replace(_run_stages(replace(trial, constants=True), sizes), random=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -47,13 +46,9 @@ class RandomSources:
         return [*numbers, self._numpy.random.random_sample()] if self._numpy else numbers
 
 
-def constant_random_numbers() -> AbstractContextManager[Any]:
-    """Replace the results of torch's random operations by constants."""
-    mode: Any = _Constants
-    return mode()  # type: ignore[no-any-return]
+class ConstantRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which torch's random operations return constants."""
 
-
-class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # The sandbox compiles nothing, and checking that is as slow as an operation.

@@ -129,13 +129,12 @@ def trials(
                     )
 
 
+@dataclass(eq=False)
 class TrialFailed(Exception):
     """The class raised `error`, after or before it was constructed."""
 
-    def __init__(self, error: Exception, constructed: bool) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.constructed = constructed
+    error: Exception
+    constructed: bool
 
 
 class Cause(Enum):
@@ -158,13 +157,12 @@ class Difference:
     detail: str = ""
 
 
+@dataclass(eq=False)
 class Coupled(Exception):
     """Tensors apart give something else than tensors together."""
 
-    def __init__(self, difference: Difference, global_state: bool = False) -> None:
-        super().__init__(str(difference))
-        self.difference = difference
-        self.global_state = global_state
+    difference: Difference
+    global_state: bool = False
 
 
 class Run:

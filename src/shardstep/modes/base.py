@@ -1,4 +1,4 @@
-"""What all modes share: making a plan, building the pipeline, replacing both."""
+"""The base of all modes: makes a plan, builds its pipeline, replaces both."""
 
 from __future__ import annotations
 
@@ -42,10 +42,6 @@ class Mode(ShardView):
     A mode owns the pipeline of the plan in force. When the plan changes, it builds another pipeline
     and moves the state to it.
 
-    Args:
-        comm: the ranks.
-        join: the `Join` context of the optimizer.
-
     Attributes:
         gather_comm: the ranks, on the connections that gathers use.
         groups: the parameter groups that the user sees.
@@ -54,16 +50,16 @@ class Mode(ShardView):
     groups: list[dict[str, Any]]
 
     bucket_views = True
-    """Whether parameters live in the buckets."""
+    """True if parameters live in the buckets."""
 
     separate = True
-    """Whether entire parameters get a step tensor of their own."""
+    """True if entire parameters get a step tensor of their own."""
 
     reduces_gradients = False
-    """Whether this optimizer reduces gradients to their owners, and not DDP or the user."""
+    """True if this optimizer reduces gradients to their owners, and not DDP or the user."""
 
     names_are_of_module = False
-    """Whether parameter names come from `module=`."""
+    """True if parameter names come from `module=`."""
 
     def __init__(self, comm: Comm, join: JoinContext) -> None:
         self.comm = comm
@@ -74,13 +70,7 @@ class Mode(ShardView):
     # ------------------------------------------------------------------------------ construction
 
     def plan_first(self, groups: list[dict[str, Any]], settings: Settings, warn: bool) -> Planned:
-        """Check the parameters and plan their placement; nothing is done to them yet.
-
-        Args:
-            groups: the parameter groups that the user sees.
-            settings: the options of the optimizer.
-            warn: whether to warn once if parameters are updated in 16 bits.
-        """
+        """Check the parameters and plan their placement; nothing is done to them yet."""
         self.groups = groups
         self._warn = warn
         self.planner = Planner(
@@ -148,9 +138,6 @@ class Mode(ShardView):
         device change the plan, and have to be done on every rank. Ranks that changed different
         things raise. A rank that changed nothing does not know, and waits until the timeout of the
         process group.
-
-        Args:
-            stepping: whether a step follows, and not a forward pass.
         """
         params = self.pipeline.params
         if params.unchanged():
@@ -232,13 +219,7 @@ class Mode(ShardView):
     def _switch(
         self, plan: ShardPlan, states: Mapping[int, Any], masters: Mapping[int, torch.Tensor]
     ) -> None:
-        """Build the pipeline of `plan`; nothing is sent.
-
-        Args:
-            plan: the plan.
-            states: the state of this rank's pieces.
-            masters: the masters of those that have one already.
-        """
+        """Build the pipeline of `plan`; nothing is sent."""
         old = self.pipeline
         paused = old.gradients.paused
         frozen = [
@@ -293,12 +274,7 @@ class Mode(ShardView):
         """Finish what belongs to the step in this mode. Called on every rank."""
 
     def shadow(self, step: Callable[[], object], zero_grad: Callable[[bool], object]) -> None:
-        """Do what the ranks that have data are doing. Called on every joined rank.
-
-        Args:
-            step: the optimizer's `step`, with the user's hooks.
-            zero_grad: the optimizer's `zero_grad`.
-        """
+        """Do what the ranks that have data are doing. Called on every joined rank."""
         raise NotImplementedError
 
     def apply(self, act: Callable[[], object]) -> None:
@@ -330,12 +306,7 @@ class Mode(ShardView):
             frozen.send_changed()
 
     def zero_grad(self, set_to_none: bool, clear: Callable[[bool], None]) -> None:
-        """Clear the gradients.
-
-        Args:
-            set_to_none: whether `param.grad` becomes None, or zero.
-            clear: clears `param.grad` of all parameters.
-        """
+        """Clear the gradients."""
         # Clearing the gradient of a parameter in flight does not wait for it.
         with torch._C.DisableTorchFunctionSubclass():
             self.pipeline.gradients.zero(set_to_none)
@@ -368,10 +339,6 @@ class Mode(ShardView):
 
     def tie_to_ddp(self, module: torch.nn.Module, reduce: bool) -> Any:
         """Let the step run inside the backward pass of a DDP module. Called on every rank.
-
-        Args:
-            module: the module inside the DDP wrapper.
-            reduce: whether gradients are reduced to their owners, and not by DDP.
 
         Returns:
             The mode, as the hooks drive it.

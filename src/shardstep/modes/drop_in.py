@@ -12,13 +12,7 @@ from shardstep.modes.join import JoinContext, provide_gradients
 
 
 class DropIn(Mode):
-    """Gradients are equal on all ranks when `step()` is called; it gathers before it returns.
-
-    Args:
-        comm: the ranks.
-        join: the `Join` context of the optimizer.
-        bucket_views: whether parameters live in the buckets.
-    """
+    """Gradients are equal on all ranks when `step()` is called; it gathers before it returns."""
 
     separate = False
 

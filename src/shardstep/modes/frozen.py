@@ -18,10 +18,6 @@ class FrozenPieces:
     """This rank's pieces of frozen parameters.
 
     A frozen model is not sent for nothing: only parameters that have changed are.
-
-    Args:
-        params: the parameters.
-        comm: the ranks.
     """
 
     def __init__(self, params: ShardedParams, comm: Comm) -> None:

@@ -29,10 +29,6 @@ class InsideDDP(Mode):
     """The step runs inside DDP's backward; `step()` does nothing.
 
     Until a hook ties it to a DDP module, gathers do not overlap and nothing steps.
-
-    Args:
-        comm: the ranks.
-        join: the `Join` context of the optimizer.
     """
 
     def __init__(self, comm: Comm, join: JoinContext) -> None:
@@ -180,12 +176,7 @@ class _Reduction:
 
 
 class _BucketGradients:
-    """The gradients in one DDP bucket.
-
-    Args:
-        params: the parameters and this rank's pieces.
-        grads: full gradients by parameter number.
-    """
+    """The gradients in one DDP bucket."""
 
     def __init__(self, params: ShardedParams, grads: Mapping[int, torch.Tensor]) -> None:
         self._params = params
@@ -210,9 +201,6 @@ class BucketStepper:
 
     Timing decides when a bucket is found to be reduced, and may differ between ranks. The order of
     updates and gathers does not.
-
-    Args:
-        mode: the mode whose pipeline takes the steps.
     """
 
     def __init__(self, mode: InsideDDP) -> None:

@@ -17,9 +17,6 @@ from shardstep.plan import ShardPlan
 class JoinContext:
     """The `Join` context that an optimizer takes part in, if any.
 
-    Args:
-        joinable: the optimizer.
-
     Attributes:
         shadowing: whether this rank has run out of data and shadows a step of the others.
     """
@@ -30,12 +27,12 @@ class JoinContext:
 
     @property
     def enabled(self) -> bool:
-        """Whether a `Join` context is active."""
+        """True while a `Join` context is active."""
         return bool(self._joinable._join_config.enable)
 
     @property
     def is_first(self) -> bool:
-        """Whether the optimizer is the first in `Join([...])`."""
+        """True if the optimizer is the first in `Join([...])`."""
         return bool(self._joinable._join_config.is_first_joinable)
 
     def notify(self) -> None:
@@ -56,9 +53,6 @@ class _ZeROJoinHook(JoinHook):
     """Shadows what the ranks that still have data do.
 
     A joined rank still owns its part of the state, so it has to go on updating it.
-
-    Args:
-        shadow: takes part in the next thing that those ranks do.
     """
 
     def __init__(self, shadow: Callable[[], object]) -> None:
@@ -71,10 +65,6 @@ class _ZeROJoinHook(JoinHook):
 
 def announced(comm: Comm, own: list[Any] | None) -> tuple[list[Any], int]:
     """Exchange what the ranks that have data are about to do. Called on every rank.
-
-    Args:
-        comm: the ranks.
-        own: the next action of this rank; None if it has no data.
 
     Returns:
         The next action, and the first rank that has data.
@@ -143,12 +133,6 @@ def provide_gradients(
     Called on every rank, before a step. DDP shadows its reductions on a joined rank but does not
     put their results into `param.grad` there. It still holds the gradient of the rank's last batch,
     and a step on that would be silently wrong.
-
-    Args:
-        comm: the ranks.
-        plan: the placement.
-        groups: the groups of all parameters, in the plan's order.
-        joined: whether this rank has run out of data.
 
     Raises:
         ValueError: on every rank, if a gradient is sparse.

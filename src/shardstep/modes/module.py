@@ -30,15 +30,7 @@ from shardstep.params.sharded_params import ShardedParams
 
 
 class ModuleMode(Mode):
-    """Gradients come from autograd; reductions and gathers overlap with the model.
-
-    Args:
-        comm: the ranks.
-        join: the `Join` context of the optimizer.
-        module: the module that the parameters belong to.
-        overlap: whether communication overlaps with backward and forward.
-        broadcast_buffers: whether buffers follow those of one rank, as DDP's do.
-    """
+    """Gradients come from autograd; reductions and gathers overlap with the model."""
 
     reduces_gradients = True
     names_are_of_module = True

@@ -15,7 +15,7 @@ import torch
 
 from shardstep.comm import Comm, all_gather_json
 from shardstep.params.storage import flat
-from shardstep.plan import Copy, Holding, Interval, ParamSpec, transfers
+from shardstep.plan import Copy, Holding, Interval, ParamSpec, ShardPlan, transfers
 from shardstep.state.tree import Leaf, Node, decode, encode, leaves, with_leaves
 
 CHUNK_NBYTES = 16 * 2**20
@@ -49,18 +49,18 @@ class Kept:
 
 def move_state(
     comm: Comm,
-    specs: Sequence[ParamSpec],
-    held: Sequence[Holding],
+    plan: ShardPlan,
     wanted: Sequence[Holding],
     states: Mapping[int, Any],
     params: Sequence[torch.Tensor] | None,
 ) -> dict[int, Any]:
     """Return a copy of the state of the elements that this rank wants. Called on every rank.
 
-    `held` and `wanted` have one entry per rank; `states` is this rank's state by parameter. It is
-    put on the devices of `params`, or on the CPU if there are none.
+    `states` is this rank's state under `plan`, by parameter. `wanted` has one entry per rank. The
+    state is put on the devices of `params`, or on the CPU if there are none.
     """
-    kept, tensors = survey(comm, specs, held, states)
+    held = [plan.intervals(rank) for rank in range(comm.world_size)]
+    kept, tensors = survey(comm, plan.specs, held, states)
     me = comm.group_rank
     arrived: dict[int, list[torch.Tensor]] = {}
     results: dict[int, Any] = {}

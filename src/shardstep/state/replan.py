@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shardstep.comm import Comm
 from shardstep.local.multi_class import optimizer_name
 from shardstep.local.unmovable_state import find_unmovable_state
-from shardstep.plan import Holding, ParamSpec, ShardPlan
+from shardstep.plan import ParamSpec, ShardPlan
 from shardstep.state.exchange import move_state
 from shardstep.state.torch_dict import slice_state
 
@@ -37,26 +37,16 @@ def move_states(
         for param, (old, new) in enumerate(zip(before.specs, after.specs, strict=False))
         if old.stride != new.stride
     }
-
-    def wanted(group_rank: int) -> Holding:
-        return {
-            param: after.specs[param].whole if param in restrided else interval
-            for param, interval in after.intervals(group_rank).items()
-        }
-
-    moved = move_state(
-        comm,
-        (*before.specs, *after.specs[len(before.specs) :]),
-        held=[before.intervals(rank) for rank in range(comm.world_size)],
-        wanted=[wanted(rank) for rank in range(comm.world_size)],
-        states=states,
-        params=params,
-    )
-    mine = after.intervals(comm.group_rank)
-    return {
-        param: slice_state(state, mine[param], after.specs[param]) if param in restrided else state
-        for param, state in moved.items()
-    }
+    intervals = [after.intervals(rank) for rank in range(comm.world_size)]
+    wanted = [
+        {**held, **{param: after.specs[param].whole for param in restrided & held.keys()}}
+        for held in intervals
+    ]
+    moved = move_state(comm, before, wanted, states, params)
+    for param in restrided & moved.keys():
+        own = intervals[comm.group_rank][param]
+        moved[param] = slice_state(moved[param], own, after.specs[param])
+    return moved
 
 
 def refuse_lost_gradients(group_rank: int, what: str, has_gradients: bool) -> None:

@@ -38,20 +38,9 @@ def consolidate(shards: ShardView, groups: Groups, to: int) -> StateDict | None:
 
     check_same_on_all_ranks(comm, "consolidate_state_dict", check)
     everything = {index: spec.whole for index, spec in enumerate(plan.specs)}
-
-    def gather(states: Mapping[int, Any]) -> dict[int, Any]:
-        moved = move_state(
-            comm,
-            plan.specs,
-            held=[plan.intervals(rank) for rank in range(comm.world_size)],
-            wanted=[everything if rank == to else {} for rank in range(comm.world_size)],
-            states=states,
-            params=None,
-        )
-        return dict(sorted(moved.items()))
-
-    states = gather(shards.local.states())
-    masters = gather(shards.masters()) if shards.widened else {}
+    wanted = [everything if rank == to else {} for rank in range(comm.world_size)]
+    states = move_state(comm, plan, wanted, shards.local.states(), None)
+    masters = move_state(comm, plan, wanted, shards.masters(), None) if shards.widened else {}
     if comm.group_rank != to:
         return None
     shards.sync_options()
@@ -93,6 +82,7 @@ def load_full(shards: ShardView, groups: Groups, state_dict: Mapping[str, Any]) 
     shards.give_masters({*present, *full["masters"]})
     load_share(full, plan, rank, shards.optim)
     shards.set_masters(masters)
+    shards.stepped = shards.stepped or bool(present)
     shards.rounding_step = full.get("rounding_step", shards.rounding_step)
     shards.local.publish_options()
     warn_of_missing_state(shards, present)
@@ -110,15 +100,9 @@ def gather_whole(
     Called on every rank. `held` is this rank's state by parameter number. Returns None if no rank
     has any state.
     """
-    moved = move_state(
-        comm,
-        plan.specs,
-        held=[plan.intervals(rank) for rank in range(comm.world_size)],
-        wanted=[{index: plan.specs[index].whole}] * comm.world_size,
-        states={number: state for number, state in held.items() if number == index},
-        params=params,
-    )
-    return moved.get(index)
+    wanted = [{index: plan.specs[index].whole}] * comm.world_size
+    own = {index: held[index]} if index in held else {}
+    return move_state(comm, plan, wanted, own, params).get(index)
 
 
 def run_state_dict_hooks(optimizer: Optimizer, make: Callable[[], StateDict]) -> StateDict:
