@@ -180,7 +180,7 @@ def remake_group(parent: Path) -> list[str]:
     return [name for name in names(parent) if name != "store"]
 
 
-def test_the_process_group_may_be_made_anew(tmp_path: Path) -> None:
+def test_the_process_group_may_be_replaced(tmp_path: Path) -> None:
     assert run_ranks(remake_group, 2, tmp_path) == [["one", "two"]] * 2
 
 

@@ -91,15 +91,28 @@ def stretch() -> None:
     shutil.rmtree = partial(slowly, shutil.rmtree)
 
 
+def load_newest(parent: Path, net: Net, opt: ZeroRedundancyOptimizer) -> int:
+    """The newest checkpoint loads, if there is one, and is of the step that it says."""
+    newest = ckpt.latest(parent)
+    if newest is None:
+        return 0
+    step = int(ckpt.load(newest, opt, net).extra["step"])
+    assert newest.name == f"step-{step}"
+    check_step(net, opt, step)
+    return step
+
+
+def verify_all(parent: Path) -> int:
+    """Load the newest. No folder that can be seen is half a checkpoint."""
+    for path in parent.iterdir():
+        assert path.name.startswith(".") or path in checkpoints(parent), path
+    return load_newest(parent, *make())
+
+
 def go_on(parent: Path, signs: Path, asynchronous: bool, saves: int) -> None:
     """Load the newest checkpoint, check it, and save the steps after it until killed."""
     net, opt = make()
-    newest = ckpt.latest(parent)
-    step = 0
-    if newest is not None:
-        step = ckpt.load(newest, opt, net).extra["step"]
-        assert newest.name == f"step-{step}"
-        check_step(net, opt, step)
+    step = load_newest(parent, net, opt)
     stretch()
     for number in range(step + 1, step + 1 + saves):
         # Dampening would mix the last step's moment into this one's.
@@ -150,26 +163,13 @@ def test_killed_at_any_moment(tmp_path: Path, moments: int, hits: int) -> None:
         for bad in ("AssertionError", "CheckpointError", "was still running"):
             assert bad not in str(caught.value), str(caught.value)
         in_midst += any(name.startswith(".") for name in found)
-        verify_newest(parent)
+        verify_all(parent)
     # What was left behind is no obstacle, and is gone after the next save.
     run_ranks(go_on, 2, parent, tmp_path / "signs-0", False, 1, timeout=60)
     assert not [name for name in names(parent) if name.startswith(".")], names(parent)
     assert len(checkpoints(parent)) in (1, 2)
-    verify_newest(parent)
+    verify_all(parent)
     assert in_midst >= hits
-
-
-def verify_newest(parent: Path) -> None:
-    """The newest checkpoint loads, here and now, and is of the step that it says."""
-    newest = ckpt.latest(parent)
-    if newest is not None:
-        net, opt = make()
-        step = ckpt.load(newest, opt, net).extra["step"]
-        assert newest.name == f"step-{step}"
-        check_step(net, opt, step)
-    for path in parent.iterdir():
-        # No folder that can be seen is half a checkpoint.
-        assert path.name.startswith(".") or path in checkpoints(parent), path
 
 
 PHASES: dict[str, tuple[Any, str, int]] = {
@@ -211,7 +211,6 @@ def die_in(phase: str, parent: Path, step: int) -> None:
 
 def test_killed_in_every_phase(tmp_path: Path) -> None:
     """Before the rename the old checkpoint is the newest, after it the new one is."""
-    run_ranks(go_on, 2, tmp_path, tmp_path, False, 0)
     net, opt = make()
     set_step(net, opt, 1)
     ckpt.save(tmp_path / "step-1", opt, net, {"step": 1})
@@ -220,11 +219,8 @@ def test_killed_in_every_phase(tmp_path: Path) -> None:
         staging.remove_leftovers(tmp_path)  # or the next save would be killed at that
         with pytest.raises(RankFailure, match="exit code -9"):
             run_ranks(die_in, 2, phase, tmp_path, step + 1, timeout=60)
-        renamed = list(PHASES).index(phase) >= list(PHASES).index("the folder is renamed")
-        step += renamed
-        newest = ckpt.latest(tmp_path)
-        assert newest == tmp_path / f"step-{step}", phase
-        verify_newest(tmp_path)
+        step += list(PHASES).index(phase) >= list(PHASES).index("the folder is renamed")
+        assert verify_all(tmp_path) == step, phase
     opt.optim.state.clear()
     set_step(net, opt, step + 1)
     ckpt.save(tmp_path / f"step-{step + 1}", opt, net, {"step": step + 1}, keep_last=1)

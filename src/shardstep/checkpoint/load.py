@@ -146,12 +146,10 @@ def _open_same(
 def _files_needed(match: Match) -> list[str]:
     """Return the files with tensors of the parts that are loaded."""
     contents = match.checkpoint.contents
-    with_optimizer = match.optimizer is not None or match.reads_masters
-    contents = replace(
-        contents,
-        optimizer=contents.optimizer if with_optimizer else None,
-        model=contents.model if match.model is not None else None,
-    )
+    if match.optimizer is None and not match.reads_masters:
+        contents = replace(contents, optimizer=None)
+    if match.model is None:
+        contents = replace(contents, model=None)
     return sorted({chunk.file for _, stored in contents.tensors() for chunk in stored.chunks})
 
 
@@ -176,10 +174,10 @@ class _Loading:
         if match.optimizer is not None and contents.optimizer is not None:
             self._read_optimizer(match.optimizer, contents.optimizer)
         if match.model is not None and contents.model is not None:
-            for name, stored in match.weights.items():
-                if match.is_mine(name):
+            for name, stored in match.own_weights().items():
+                if match.strict and name in match.alternatives:
                     self._check_alternatives(name)
-                    self.weights[name] = checkpoint.read_tensor(stored)
+                self.weights[name] = checkpoint.read_tensor(stored)
             self.extra_state = checkpoint.read_value(contents.model.extra_state)
         if contents.extra is not None:
             self.extra = checkpoint.read_value(contents.extra)
@@ -209,15 +207,13 @@ class _Loading:
 
     def _check_alternatives(self, name: str) -> None:
         """Raise if the checkpoint has different tensors for the names of one tensor here."""
-        if not self.match.strict or name not in self.match.alternatives:
-            return
-        read_tensor = self.match.checkpoint.read_tensor
-        first, *others = map(read_tensor, self.match.alternatives[name])
+        alternatives = self.match.alternatives[name]
         # As bytes: NaN does not equal itself.
-        raw = flat(first).view(torch.uint8)
-        for other in others:
+        read_tensor = self.match.checkpoint.read_tensor
+        first, *others = (flat(read_tensor(each)).view(torch.uint8) for each in alternatives)
+        for stored, other in zip(alternatives[1:], others, strict=True):
             self.match.require(
-                first.dtype == other.dtype and torch.equal(raw, flat(other).view(torch.uint8)),
+                alternatives[0].dtype == stored.dtype and torch.equal(first, other),
                 f"model tensor {name!r} is one tensor of several names here, and under these there "
                 "are different ones there; untie it, or pass strict=False to take the first",
             )
@@ -306,7 +302,10 @@ class _Loading:
         shards, found = optimizer.shards, self.match.found
         local, specs = shards.optim, shards.plan.specs
         parts = local.parts if isinstance(local, MultiClass) else []
-        undo += [_restorer(each) for each in (local, *parts)]
+        undo += [
+            partial(_restore, each, dict(vars(each)), list(each.param_groups))
+            for each in (local, *parts)
+        ]
         shards.sync_options()
         numbers = count()
         groups = []
@@ -338,16 +337,11 @@ class _Loading:
                 broadcast(match.comm, share, rank)
 
 
-def _restorer(optimizer: Optimizer) -> Callable[[], None]:
-    """Return a function that undoes a `load_state_dict`, which replaces state and groups."""
-    attributes, groups = dict(vars(optimizer)), list(optimizer.param_groups)
-
-    def restore() -> None:
-        vars(optimizer).clear()
-        vars(optimizer).update(attributes)
-        optimizer.param_groups[:] = groups
-
-    return restore
+def _restore(optimizer: Optimizer, attributes: dict[str, Any], groups: list[Any]) -> None:
+    """Undo a `load_state_dict`, which replaces state and groups."""
+    vars(optimizer).clear()
+    vars(optimizer).update(attributes)
+    optimizer.param_groups[:] = groups
 
 
 def _physical(tensor: torch.Tensor) -> torch.Tensor:

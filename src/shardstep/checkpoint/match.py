@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardstep.checkpoint.errors import CheckpointError, require
+from shardstep.checkpoint.errors import require
 from shardstep.checkpoint.file_layout import assign_owners
 from shardstep.checkpoint.format import (
     SavedModel,
@@ -35,8 +35,6 @@ from shardstep.state.tree import leaves
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
-
-T = TypeVar("T")
 
 OTHER_MODEL = "this checkpoint is of another model"
 MADE_UP = (
@@ -79,10 +77,13 @@ class Match:
         """Fill the fields. Return a digest of everything that is to be read."""
         contents = self.checkpoint.contents
         refuse_dtensors(named_params(self.optimizer, self.model), NO_OFFSETS)
-        if self.optimizer is not None:
-            self._match_optimizer(self.optimizer, self.part(contents.optimizer, "optimizer"))
-        if self.model is not None:
-            self._match_model(unwrapped(self.model), self.part(contents.model, "model"))
+        for part, given in {"optimizer": self.optimizer, "model": self.model}.items():
+            saved = getattr(contents, part) is not None
+            self.require(given is None or saved, f"there is no {part} in it")
+        if self.optimizer is not None and contents.optimizer is not None:
+            self._match_optimizer(self.optimizer, contents.optimizer)
+        if self.model is not None and contents.model is not None:
+            self._match_model(unwrapped(self.model), contents.model)
         self.require(
             not self.strict or not (self.missing or self.unexpected),
             f"it does not fit: {self.differences()}; give names={{here: there}} for what is called "
@@ -104,12 +105,6 @@ class Match:
         """Raise `CheckpointError` unless the checkpoint fits."""
         require(fits, f"{self.checkpoint.path}: {problem}")
 
-    def part(self, part: T | None, name: str) -> T:
-        """Return a part of the checkpoint, or raise if it was not saved."""
-        if part is None:
-            raise CheckpointError(f"{self.checkpoint.path}: there is no {name} in it")
-        return part
-
     def differences(self) -> str:
         """Describe what was not matched."""
         parts = {
@@ -118,9 +113,10 @@ class Match:
         }
         return "; ".join(f"{what}: {shorten_list(names)}" for what, names in parts.items() if names)
 
-    def is_mine(self, name: str) -> bool:
-        """Return whether this rank reads this tensor of the model."""
-        return self.owners[name] == self.comm.group_rank
+    def own_weights(self) -> dict[str, Stored]:
+        """Return the saved tensors of the model that this rank reads."""
+        rank = self.comm.group_rank
+        return {name: each for name, each in self.weights.items() if self.owners[name] == rank}
 
     def wider_weight(self, index: int) -> Stored | None:
         """Return the saved model tensor of a parameter, if it is wider than the parameter."""
@@ -149,9 +145,8 @@ class Match:
                 f"{specs[index].shape} here; {OTHER_MODEL}",
             )
             node = ["dict", []] if param.state is None else param.state.node
-            if specs[index].trainable and all(
-                item == ["value", None] for item in own_entries(node)
-            ):
+            empty = all(item == ["value", None] for item in own_entries(node))
+            if specs[index].trainable and empty:
                 self.without_state.append(index)
             for leaf in leaves(node):
                 self.require(
@@ -289,7 +284,7 @@ class Match:
     def _check_memory(self) -> None:
         """Raise if this rank cannot hold what it would read."""
         contents = self.checkpoint.contents
-        nbytes = sum(stored.nbytes for name, stored in self.weights.items() if self.is_mine(name))
+        nbytes = sum(stored.nbytes for stored in self.own_weights().values())
         trees = [contents.extra]
         if self.optimizer is not None and contents.optimizer is not None:
             plan, params = self.optimizer.plan, self.optimizer.shards.params

@@ -275,6 +275,7 @@ class LocalState(Mapping[torch.Tensor, Any]):
 
     def __init__(self, params: Sequence[torch.Tensor], local: LocalOptimizer) -> None:
         self._optim = local.optim
+        self._stepped = local.stepped
         self._held = {params[index]: state for index, state in local.states().items()}
 
     def __getitem__(self, param: torch.Tensor) -> Any:
@@ -296,6 +297,11 @@ class LocalState(Mapping[torch.Tensor, Any]):
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def __bool__(self) -> bool:
+        # The same on every rank, also on one that owns nothing: torch's state dict functions take a
+        # step on the ranks that find no state.
+        return self._stepped
 
     def clear(self) -> None:
         """Drop this rank's state."""
