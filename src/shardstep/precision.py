@@ -122,7 +122,7 @@ def warn_of_16_bits(specs: Sequence[ParamSpec], optimizer: str) -> bool:
         f"{len(narrow)} parameters, the first of them {narrow[0].name!r}, train in {dtype}: "
         f"{optimizer} updates them, and keeps its state, in {dtype}, where an update of less than "
         f"1/{share:.0f} of a weight is rounded away. Pass precision=MixedPrecision() to keep "
-        "fp32 masters, divided among the ranks; precision=MixedPrecision(master_dtype=None, "
+        "fp32 masters, sharded across ranks; precision=MixedPrecision(master_dtype=None, "
         "stochastic_rounding=True) to do without masters and lose nothing in the mean; or "
         "precision=MixedPrecision(master_dtype=None) if this is meant",
         stacklevel=5,

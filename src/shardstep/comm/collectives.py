@@ -18,7 +18,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 UNEVEN_LISTS = frozenset({"nccl"})
 """Backends whose list collectives take tensors of different lengths, and launch them as one.
 
-On other backends each segment is a broadcast or a reduction of its own, in rank order everywhere.
+On other backends each segment is a separate broadcast or reduction, in rank order everywhere.
 """
 
 

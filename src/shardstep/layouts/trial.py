@@ -166,7 +166,7 @@ class Coupled(Exception):
 
 
 class Run:
-    """One optimizer on parts of the tensors, step by step, or `TrialFailed` if the class raises.
+    """One optimizer on parts of the tensors, step by step. Raises only `TrialFailed`.
 
     With `seed`, the process's random generators are seeded before each step.
     """

@@ -114,16 +114,16 @@ def describe(groups: Groups, known: Mapping[int, str] | None = None) -> list[Par
             if id(param) in seen:
                 raise ValueError(f"parameter {name!r} is given twice; pass each parameter once")
             seen.add(id(param))
-            alike = devices.setdefault(param.device.type, [])
-            if param.device not in alike:
-                alike.append(param.device)
+            same_type = devices.setdefault(param.device.type, [])
+            if param.device not in same_type:
+                same_type.append(param.device)
             specs.append(
                 ParamSpec(
                     name=name,
                     shape=tuple(local.shape),
                     stride=tuple(local.stride()),
                     dtype=local.dtype,
-                    device=f"{param.device.type}#{alike.index(param.device)}",
+                    device=f"{param.device.type}#{same_type.index(param.device)}",
                     group=number,
                     trainable=is_trainable(param),
                 )
