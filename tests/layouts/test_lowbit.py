@@ -147,14 +147,6 @@ def _against_ddp(library: str, device: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(("device", "backend", "world_size"), WHERE)
-def test_with_a_module_it_equals_ddp(
-    library: str, device: str, backend: str, world_size: int
-) -> None:
-    outcome = run_ranks(_against_ddp, world_size, library, device, backend=backend)
-    assert outcome == [[]] * world_size
-
-
 def _with_masters(library: str, device: str) -> list[int]:
     """The numbers of the parameters that differ."""
     cls = _class(library)
@@ -170,11 +162,12 @@ def _with_masters(library: str, device: str) -> list[int]:
     return [n for n, pair in enumerate(zip(plain, params, strict=True)) if not torch.equal(*pair)]
 
 
+@pytest.mark.parametrize("differing", [_against_ddp, _with_masters])
 @pytest.mark.parametrize(("device", "backend", "world_size"), WHERE)
-def test_with_masters_it_equals_unsharded_masters(
-    library: str, device: str, backend: str, world_size: int
+def test_with_a_module_or_masters_it_equals_ddp_and_unsharded_masters(
+    library: str, differing: Any, device: str, backend: str, world_size: int
 ) -> None:
-    outcome = run_ranks(_with_masters, world_size, library, device, backend=backend)
+    outcome = run_ranks(differing, world_size, library, device, backend=backend)
     assert outcome == [[]] * world_size
 
 
@@ -272,20 +265,10 @@ def _with_override() -> None:
     ZeroRedundancyOptimizer(embedding.parameters(), bitsandbytes.optim.AdamW8bit)
 
 
-@pytest.mark.parametrize("library", ["bitsandbytes"], indirect=True)
-def test_overrides_for_single_parameters_are_refused(library: str) -> None:
-    raises_on_every_rank(_with_override, 2, ValueError, match="GlobalOptimManager has options")
-
-
 def _random() -> None:
     cls = _class("torchao")
     params = parameters(torch.bfloat16, "cpu")
     ZeroRedundancyOptimizer(params, cls, bf16_stochastic_round=True)
-
-
-@pytest.mark.parametrize("library", ["torchao"], indirect=True)
-def test_random_rounding_is_refused(library: str) -> None:
-    raises_on_every_rank(_random, 2, ValueError, match="AdamW8bit draws random numbers")
 
 
 def _offloaded() -> None:
@@ -294,13 +277,20 @@ def _offloaded() -> None:
     ZeroRedundancyOptimizer(parameters(torch.float32, "cuda"), CPUOffloadOptimizer)
 
 
-@pytest.mark.parametrize("library", ["torchao"], indirect=True)
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_optimizer_that_hands_its_parameters_on_is_refused(
-    library: str, world_size: int
+HANDS_ON = "CPUOffloadOptimizer does not keep state"
+
+
+@pytest.mark.parametrize(
+    ("library", "build", "world_size", "match"),
+    [
+        ("bitsandbytes", _with_override, 2, "GlobalOptimManager has options"),
+        ("torchao", _random, 2, "AdamW8bit draws random numbers"),
+        pytest.param("torchao", _offloaded, 1, HANDS_ON, marks=ON_CUDA),
+        pytest.param("torchao", _offloaded, 2, HANDS_ON, marks=ON_CUDA),
+    ],
+    indirect=["library"],
+)
+def test_what_ranks_cannot_honour_is_refused(
+    library: str, build: Any, world_size: int, match: str
 ) -> None:
-    raises_on_every_rank(
-        _offloaded, world_size, ValueError, match="CPUOffloadOptimizer does not keep state"
-    )
+    raises_on_every_rank(build, world_size, ValueError, match=match)

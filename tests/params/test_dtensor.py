@@ -37,6 +37,13 @@ from torch.distributed.tensor import DTensor, Shard
 from shardstep import MixedPrecision
 
 
+def _train(mesh: Any, models: list[Any], opts: list[Any], steps: range) -> None:
+    for step, (model, opt) in itertools.product(steps, zip(models, opts, strict=True)):
+        backward(model, mesh, step)
+        opt.step()
+        opt.zero_grad()
+
+
 def _trained_like_unsharded(dp: int, tp: int) -> list[str]:
     mesh = make_mesh(dp, tp)
     failures = []
@@ -48,11 +55,7 @@ def _trained_like_unsharded(dp: int, tp: int) -> list[str]:
             sharded(models[1].parameters(), mesh, case, parameters_as_bucket_view=views),
         ]
         start = parts(models[0].parameters())
-        for step in STEPS:
-            for model, opt in zip(models, opts, strict=True):
-                backward(model, mesh, step)
-                opt.step()
-                opt.zero_grad()
+        _train(mesh, models, opts, STEPS)
         expected, got = (parts(model.parameters()) for model in models)
         assert len(differing(start, expected)) == len(start), "something was left as it was"
         if wrong := differing(expected, got):
@@ -160,15 +163,10 @@ def _moved_and_frozen() -> list[str]:
         models = [make_model(mesh, plain=False), make_model(mesh, plain=False)]
         opt = sharded(models[1].parameters(), mesh, case, parameters_as_bucket_view=views)
         opts: list[Any] = [Unsharded(models[0].parameters(), case), opt]
-        for step in STEPS:
-            for model, each in zip(models, opts, strict=True):
-                if step == 2:
-                    model.up.weight.requires_grad_(False)
-                if step == 4:
-                    model.up.weight.requires_grad_(True)
-                backward(model, mesh, step)
-                each.step()
-                each.zero_grad()
+        for steps, trains in ((STEPS[:2], True), (STEPS[2:4], False), (STEPS[4:], True)):
+            for model in models:
+                model.up.weight.requires_grad_(trains)
+            _train(mesh, models, opts, steps)
         if wrong := differing(*(parts(model.parameters()) for model in models)):
             failures.append(f"views {views}: parameters {wrong}")
         before = parts(models[1].parameters())

@@ -18,7 +18,6 @@ from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = range(12)
-BUCKET_BYTES = 1 << 12
 
 CASES = [
     Case(optim.AdamW),
@@ -30,34 +29,25 @@ CASES = [
 MIXES = [(BF16,), (FP16,), (BF16, FP32, torch.float64, FP16, torch.complex64)]
 
 
-def _masters(case: Case, params: list[nn.Parameter]) -> NaiveMasters:
-    groups = make_groups(params, case.optimizer_class)
-    return NaiveMasters(groups, case.optimizer_class, **case.fresh_options())
-
-
-def _sharded(case: Case, params: list[nn.Parameter], **options: Any) -> ZeroRedundancyOptimizer:
-    groups = make_groups(params, case.optimizer_class)
-    options = {"precision": MixedPrecision(), "bucket_bytes": BUCKET_BYTES, **options}
-    return ZeroRedundancyOptimizer(groups, case.optimizer_class, **options, **case.fresh_options())
-
-
-class _WithGradients:
-    """The oracle, taking the gradients that are in `param.grad`, as the drop-in does."""
-
-    def __init__(self, naive: NaiveMasters) -> None:
-        self._naive = naive
-        self.add_param_group = naive.add_param_group
+class _Oracle(NaiveMasters):
+    """Takes the gradients that are in `param.grad`, as the drop-in does."""
 
     def step(self) -> None:
-        self._naive.take_gradients()
-        self._naive.step()
+        self.take_gradients()
+        super().step()
 
 
-def _trained(opt: Any, params: list[nn.Parameter], added: list[nn.Parameter]) -> list[Tensor]:
+def _trained(
+    case: Case, make: Callable[[], list[nn.Parameter]], build: Callable[..., Any]
+) -> list[Tensor]:
     """Train, add a group halfway, and train on."""
-    train(opt, params, STEPS[:6])
-    opt.add_param_group({"params": added, "lr": 0.02})
-    return train(opt, [*params, *added], STEPS[6:])
+    params = make()
+    kept = len(params) - (2 if len(params) > 3 else 1)
+    groups = make_groups(params[:kept], case.optimizer_class)
+    opt = build(groups, case.optimizer_class, **case.fresh_options())
+    train(opt, params[:kept], STEPS[:6])
+    opt.add_param_group({"params": params[kept:], "lr": 0.02})
+    return train(opt, params, STEPS[6:])
 
 
 def _channels_last() -> list[nn.Parameter]:
@@ -84,18 +74,13 @@ def _drop_in() -> list[str]:
     failures = []
     turns = itertools.cycle((False, True))
     for case, make, layout in problems:
-
-        def run(build: Callable[[list[nn.Parameter]], Any], make: Any = make) -> list[Tensor]:
-            params = make()
-            added = params[-2:] if len(params) > 3 else params[-1:]
-            return _trained(build(params[: -len(added)]), params[: -len(added)], added)
-
-        expected = run(lambda params, case=case: _WithGradients(_masters(case, params)))
-        narrow = run(lambda params, case=case: case.optimizer_class(params, **case.fresh_options()))
+        expected = _trained(case, make, _Oracle)
+        narrow = _trained(case, make, lambda groups, cls, **options: cls(groups, **options))
         if not differing(expected, narrow):
             failures.append(f"{case}: masters make no difference")
-        options = {"layout": layout, "parameters_as_bucket_view": next(turns)}
-        got = run(lambda params, case=case, o=options: _sharded(case, params, **o))
+        options: dict[str, Any] = {"layout": layout, "parameters_as_bucket_view": next(turns)}
+        options |= {"precision": MixedPrecision(), "bucket_bytes": 1 << 12}
+        got = _trained(case, make, partial(ZeroRedundancyOptimizer, **options))
         if wrong := differing(expected, got):
             failures.append(f"{case}, {make}, {options}: parameters {wrong}")
     return failures
