@@ -67,8 +67,8 @@ class Staging:
         for name, digest in files.items():
             require(
                 length_of(self.path / name) == digest.nbytes,
-                f"{self.path / name} was written by a rank but is not here: all ranks have to save "
-                "to one folder on a file system that they share",
+                f"{self.path / name} is missing or not as long as a rank has written it: all ranks "
+                "have to save to one folder on a file system that they share",
             )
         newest = max((when for when, _ in _complete(self._goal.parent)), default=0)
         # Greater than every other here, even if the clock was set back.

@@ -124,10 +124,7 @@ class _OptimizerWriter:
     """An optimizer's state, on its way into files. Constructed on every rank."""
 
     def __init__(
-        self,
-        files: FileLayout,
-        optimizer: ZeroRedundancyOptimizer,
-        model: torch.nn.Module | None,
+        self, files: FileLayout, optimizer: ZeroRedundancyOptimizer, model: torch.nn.Module | None
     ) -> None:
         self._files = files
         self._optimizer = optimizer
