@@ -131,6 +131,7 @@ class Sharded:
             wide=held,  # it was read into state of the same precision policy
         )
         shards.set_masters(masters)
+        shards.local.stepped = bool(with_state)
         shards.rounding_step = state_dict.get("rounding_step", shards.rounding_step)
         shards.local.publish_options()
         warn_of_missing_state(shards, with_state)
