@@ -29,10 +29,9 @@ from shardstep.local.multi_class import (
     split_options,
 )
 from shardstep.params.dtensor import num_parts, refuse_part
+from shardstep.params.inputs import Groups, parameters
 from shardstep.plan import Layout, ParamSpec
 from shardstep.precision import UNCHANGED, MixedPrecision
-
-Groups = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,7 @@ class Layouts:
                     f"{recipe.name} keeps state that belongs to no parameter, which several "
                     "classes in one optimizer cannot share; use it alone"
                 )
-        params = [param for group in groups for param in group["params"]]
-        for spec, param in zip(specs, params, strict=True):
+        for spec, param in zip(specs, parameters(groups), strict=True):
             if self.choices[spec.group].layout == "whole" and num_parts(param) > 1:
                 refuse_part(spec.name, param, self._recipes[spec.group].name)
         layouts = [choice.layout for choice in self.choices]

@@ -36,11 +36,9 @@ class Shard:
         self.wide = wide
         self.pieces = pieces
         self._tensors = {piece.param: self._make(piece) for piece in pieces}
-        self.views = [
-            (piece, tensor) for piece, tensor in self if tensor is not params[piece.param]
-        ]
-        self.widened = [(piece, tensor) for piece, tensor in self if piece.param in wide]
-        self._remember_addresses()
+        self.views = [(piece, each) for piece, each in self if each is not params[piece.param]]
+        self._widened = [(piece, tensor) for piece, tensor in self if piece.param in wide]
+        self._point(())
 
     def _make(self, piece: Piece) -> torch.Tensor:
         param = self._params[piece.param]
@@ -56,9 +54,6 @@ class Shard:
         param = local_part(self._params[piece.param])
         return param.detach() if piece.entire else flat(param)[piece.param_interval.slice]
 
-    def _remember_addresses(self) -> None:
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors.values()]
-
     def __iter__(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Yield each piece with the tensor that is stepped on, by parameter number."""
         return ((piece, self._tensors[piece.param]) for piece in self.pieces)
@@ -73,14 +68,15 @@ class Shard:
         self._point(self.views)
 
     def _point(self, views: Iterable[tuple[Piece, torch.Tensor]]) -> None:
+        """Point these tensors at their pieces, and remember the addresses of all."""
         for piece, tensor in views:
             tensor.data = self._view(piece)
-        self._remember_addresses()
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors.values()]
 
     def refresh(self) -> None:
         """Give every step tensor its parameter's value, before a step."""
         if self.wide.refresh():
-            self._point(self.widened)
+            self._point(self._widened)
 
     def write_back(self, free_memory: FreeMemory, among: Container[int] | None = None) -> bool:
         """Write back step tensors of these parameters. Return True if a parameter has moved.
@@ -94,7 +90,7 @@ class Shard:
     def release(self) -> None:
         """Free what only the step needed."""
         if self.wide.release():
-            self._point(self.widened)
+            self._point(self._widened)
 
     def _copy_reassigned(self, free_memory: FreeMemory) -> bool:
         """Copy back views that the optimizer pointed at other memory by assigning `p.data`.
