@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-nccl coverage check bench docs format clean
+.PHONY: help demo test test-slow test-thorough test-nccl coverage check bench docs format clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,10 +19,13 @@ demo: $(READY)  ## train a small GPT with DDP, sharded under DDP and sharded wit
 	$(BIN)/shardstep demo
 
 test: $(READY)  ## run the fast tests
-	$(BIN)/python -m pytest -n 2 -m "not slow" tests
+	$(BIN)/python -m pytest -n 2 -m "not slow and not thorough" tests
 
 test-slow: $(READY)  ## run the slow tests: more ranks, many iterations under load
 	$(BIN)/python -m pytest -n 2 -m slow tests
+
+test-thorough: $(READY)  ## run every scenario with all options, one and three ranks, late messages
+	$(BIN)/python -m pytest -n 2 -m thorough tests
 
 test-nccl: $(READY)  ## run every scenario over NCCL, with several ranks on one GPU
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
@@ -31,7 +34,7 @@ test-nccl: $(READY)  ## run every scenario over NCCL, with several ranks on one 
 
 coverage: $(READY)  ## run all tests, fast and slow, with coverage of every rank
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -n 2 tests
+	$(BIN)/python -m coverage run -m pytest -n 2 -m "not thorough" tests
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --fail-under=95
 

@@ -48,13 +48,13 @@ def test_two_ranks_equal_ddp_to_the_bit(name: str) -> None:
     assert run_ranks(_compare, 2, name) == [[], []]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_so_do_all_classes_layouts_and_options(name: str) -> None:
     assert run_ranks(_compare, 2, name, thorough=True, timeout=300) == [[], []]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_other_numbers_of_ranks(name: str, world_size: int) -> None:
@@ -69,7 +69,7 @@ def test_without_a_process_group_it_is_the_plain_optimizer(name: str) -> None:
     assert _compare(name, modes=APART) == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name, each in SCENARIOS.items() if 0 in each.ranks])
 def test_so_it_is_in_every_scenario(name: str) -> None:
     assert _compare(name, modes=APART) == []
@@ -84,7 +84,7 @@ def test_no_result_is_used_before_it_has_arrived(name: str, double: Any) -> None
     assert run_ranks(_compare, 2, name, double=double) == [[], []]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("double", [LateArrival, AnyOrder])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_nor_is_it_in_any_scenario(name: str, double: Any) -> None:
