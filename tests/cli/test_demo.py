@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import end_idle_processes
 from rich.console import Console
 from torch.multiprocessing.spawn import ProcessException
 from typer.testing import CliRunner
@@ -121,7 +122,14 @@ def test_the_demo_ends_with_equal_numbers_and_a_complete_record(tmp_path: Path) 
         assert sent[MODULE] < 1.1 * sent[UNSHARDED], "as much as the all-reduce alone"
 
 
+@pytest.fixture
+def no_other_children() -> None:
+    """Leave this process without children: the ranks of other tests may be waiting for a call."""
+    end_idle_processes()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_other_children")
 def test_a_failing_rank_shows_its_traceback_and_ends_the_demo(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +150,7 @@ def test_a_failing_rank_shows_its_traceback_and_ends_the_demo(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_other_children")
 @pytest.mark.parametrize("how", ["interrupt", "kill"])
 def test_no_rank_is_left_behind_after_an_interrupt_or_a_death(how: str) -> None:
     def act(done: StepDone) -> None:
