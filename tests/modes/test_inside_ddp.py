@@ -400,3 +400,19 @@ def test_the_optimizer_joins_behind_ddp(mistake: Callable[[str], None]) -> None:
     error, match = ERRORS[mistake]
     for way in WAYS:
         raises_on_every_rank(mistake, 2, error, way, match=match)
+
+
+class Complex(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+
+def _tie_complex(way: str) -> None:
+    model = in_ddp(Complex())
+    tie(way, model, make_zero(model))
+
+
+@pytest.mark.parametrize("way", ["interleaved", "register"])
+def test_complex_parameters_are_refused_where_ddp_shows_them_as_real(way: str) -> None:
+    raises_on_every_rank(_tie_complex, 2, ValueError, way, match="'weight' is complex")

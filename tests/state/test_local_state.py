@@ -23,12 +23,14 @@ def _asked_by_torch() -> list[str]:
         model(torch.ones(1, 8)).sum().backward()
         opt.step()
         said.append(str(bool(opt.state)))
-    return [*said, str(len(opt.state))]
+    held = len(opt.state)
+    opt.state.clear()
+    return [*said, str(bool(opt.state)), str(held)]
 
 
 def test_torch_s_state_dict_functions_raise_on_every_rank_and_do_not_hang() -> None:
     outcomes = run_ranks(_asked_by_torch, 3)
     assert {tuple(said[:-1]) for said in outcomes} == {
-        ("False", "consolidate", "True", "consolidate", "True")
+        ("False", "consolidate", "True", "consolidate", "True", "False")
     }
     assert {said[-1] for said in outcomes} == {"0", "1"}

@@ -23,7 +23,7 @@ from shardstep.checkpoint.files import Digest, length_of, sync_folder
 from shardstep.checkpoint.manifest import FILE_NAME, MANIFEST, read_manifest, write_manifest
 
 SWEEP_SECONDS = 0.5
-"""How long another save may hold the lock of a new folder while it looks for leftovers."""
+"""Seconds that another save may hold the lock of a new folder while it looks for leftovers."""
 
 EXPORT = "export.pt"
 """Name of an exported torch file while it is written."""

@@ -274,8 +274,7 @@ class LocalState(Mapping[torch.Tensor, Any]):
     """The state that this rank keeps, under the user's parameters."""
 
     def __init__(self, params: Sequence[torch.Tensor], local: LocalOptimizer) -> None:
-        self._optim = local.optim
-        self._stepped = local.stepped
+        self._local = local
         self._held = {params[index]: state for index, state in local.states().items()}
 
     def __getitem__(self, param: torch.Tensor) -> Any:
@@ -301,9 +300,10 @@ class LocalState(Mapping[torch.Tensor, Any]):
     def __bool__(self) -> bool:
         # The same on every rank, also on one that owns nothing: torch's state dict functions take a
         # step on the ranks that find no state.
-        return self._stepped
+        return self._local.stepped
 
     def clear(self) -> None:
         """Drop this rank's state."""
         self._held.clear()
-        self._optim.state.clear()
+        self._local.optim.state.clear()
+        self._local.stepped = False
