@@ -7,10 +7,12 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
+from memory import held_memory
 from models import ADAMW, MLP, MLP_PROBLEM, Problem, noise, with_zero
 from ranks import run_ranks
 from torch import Tensor, nn
+
+from shardstep.gradients.sharded_grad import ShardedGrad
 
 POOL = 4
 """Buckets that are filled or in flight at a time."""
@@ -18,23 +20,6 @@ POOL = 4
 BIG = Problem(
     lambda: MLP(width=192, depth=16), lambda model, step: model(noise(step, 4, 16)).square().mean()
 )
-
-
-def _is_placeholder(thing: object) -> bool:
-    return type(thing).__name__ == "ShardedGrad"
-
-
-def _storages() -> dict[int, int]:
-    """Bytes of every storage that Python can reach."""
-    gc.collect()
-    found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and not _is_placeholder(thing):
-            with torch._C.DisableTorchFunctionSubclass():
-                storage = thing.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-    found.pop(0, None)
-    return found
 
 
 def _measure_all() -> list[tuple[str, dict[str, int]]]:
@@ -48,23 +33,23 @@ def _measure_all() -> list[tuple[str, dict[str, int]]]:
 
 def _measure(layout: str, overlap: bool, hold_back: bool) -> dict[str, int]:
     module = BIG.fresh()
-    before = _storages()
+    before = held_memory()
     psi = sum(param.nbytes for param in module.parameters())
     zero = with_zero(module, ADAMW, layout=layout, overlap=overlap)
     for step in range(2):
         zero.backward(step, BIG)
         zero.finish()
-    resting = sum(_storages().values())
+    resting = sum(held_memory().values())
     if hold_back:
         with zero.no_sync():
             zero.backward(7, BIG)
     zero.backward(8, BIG)
-    in_flight = sum(_storages().values())
+    in_flight = sum(held_memory().values())
     zero.clip(1e12)  # the gradients have arrived now
-    with_gradients = sum(_storages().values())
+    with_gradients = sum(held_memory().values())
     gradients = [param.grad for param in module.parameters()]
     zero.opt.step()
-    stepped = sum(_storages().values())
+    stepped = sum(held_memory().values())
     buckets = zero.opt.plan.training_buckets
     return {
         "psi": psi,
@@ -79,7 +64,7 @@ def _measure(layout: str, overlap: bool, hold_back: bool) -> dict[str, int]:
         "grew by": with_gradients - resting,
         "grew by the step": stepped - with_gradients,
         "beyond the model": resting - sum(before.values()),
-        "divided": sum(_is_placeholder(grad) for grad in gradients),
+        "divided": sum(isinstance(grad, ShardedGrad) for grad in gradients),
         "num_params": len(gradients),
     }
 
@@ -117,7 +102,7 @@ def _peak() -> dict[str, Any]:
 
     def look(param: Tensor) -> None:
         grads = [p.grad for p in params if p.grad is not None]
-        alive.append(sum(g.nbytes for g in grads if not _is_placeholder(g)))
+        alive.append(sum(g.nbytes for g in grads if not isinstance(g, ShardedGrad)))
 
     handles = [param.register_post_accumulate_grad_hook(look) for param in params]
     zero.backward(3, BIG)
@@ -174,7 +159,7 @@ def _growth() -> list[str]:
                 zero.opt.zero_grad(set_to_none=False)
             elif way == "through the module":
                 zero.module.zero_grad(set_to_none=False)
-            counts.append(len(_storages()))
+            counts.append(len(held_memory()))
         if counts[-1] > counts[2]:
             failures.append(f"{way}: {counts}")
         zero.opt.detach()

@@ -7,45 +7,35 @@ from typing import Any
 
 import pytest
 import torch
+from memory import held_memory
 from models import MLP
 from problems import LAYOUTS
 from ranks import run_ranks
 from sixteen_bits import AT_RANDOM, MASTERS, give_gradients, loss_of, train_on, zero_of
-from torch import Tensor
 
 from shardstep import MixedPrecision
 from shardstep.gradients.lanes import POOL
-from shardstep.gradients.sharded_grad import ShardedGrad
 
 
-def _storages() -> int:
-    """Bytes of every storage that Python can reach."""
-    gc.collect()
-    found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and not isinstance(thing, ShardedGrad):
-            with torch._C.DisableTorchFunctionSubclass():
-                storage = thing.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-    found.pop(0, None)
-    return sum(found.values())
+def _held() -> int:
+    return sum(held_memory().values())
 
 
 def _bytes_per_element(policy: MixedPrecision | None, layout: str) -> dict[str, float]:
     """What is there between two steps, in bytes per element of the model."""
     gc.freeze()  # leaves what torch has made at its import out of the search
-    empty = _storages()
+    empty = _held()
     torch.manual_seed(0)
     module = MLP(width=192, depth=16).bfloat16()
     numel = sum(param.numel() for param in module.parameters())
-    parameters = _storages() - empty
+    parameters = _held() - empty
     opt = zero_of(module, precision=policy, layout=layout)
-    made = _storages() - empty
+    made = _held() - empty
     train_on(module, opt, range(2))
-    resting = _storages() - empty
+    resting = _held() - empty
     loss_of(module, 3).backward()
     opt.mode.pipeline.gradients.collect()
-    with_gradients = _storages() - empty
+    with_gradients = _held() - empty
     gradients: Any = opt.mode.pipeline.gradients
     shards = sum(lane.shard.nbytes for lane in gradients.lanes)
     pool = gradients.nbytes - shards
@@ -94,17 +84,17 @@ def _drop_in_bytes() -> dict[str, float]:
     torch.manual_seed(0)
     module = MLP(width=192, depth=16).bfloat16()
     numel = sum(param.numel() for param in module.parameters())
-    empty = _storages()
+    empty = _held()
     opt = zero_of(module, False, precision=MASTERS, parameters_as_bucket_view=True)
     found: dict[str, float] = {}
     for step in range(2):
         give_gradients(module, step)
-        with_user_gradients = _storages()
+        with_user_gradients = _held()
         opt.mode.pipeline.gradients.collect()
-        found["copies of gradients"] = (_storages() - with_user_gradients) / numel
+        found["copies of gradients"] = (_held() - with_user_gradients) / numel
         opt.step()
         opt.zero_grad()
-    found["resting"] = (_storages() - empty) / numel
+    found["resting"] = (_held() - empty) / numel
     return found
 
 

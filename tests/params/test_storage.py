@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -195,6 +198,39 @@ def test_bucket_views_make_trainable_parameters_views_of_the_buckets(world_size:
         for slot in bucket.slots:
             padding[slot.bucket_offset : slot.bucket_offset + slot.numel] = False
         assert not buffer[padding].any(), "padding is sent too, and is zero"
+
+
+DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_in_buckets_have_storages_of_their_own_size(dtype: torch.dtype) -> None:
+    model = torch.nn.ParameterDict(
+        {
+            "weight": torch.ones(33, 20).t(),
+            "column": torch.ones(3, 1, 7).to(dtype=dtype),
+            "scalar": torch.tensor(2.0).to(dtype),
+            "large": torch.ones(300, 150).to(dtype),
+        }
+    )
+    params = list(model.parameters())
+    home = BucketViews(make_plan(params, 2, "sliced"), params, 0)
+    home.attach()
+    assert all(param.untyped_storage().nbytes() == param.nbytes for param in params)
+    assert len({param.untyped_storage().data_ptr() for param in params}) == len(params)
+    file = io.BytesIO()
+    torch.save(model["scalar"], file)
+    assert file.tell() < 4096, "a file holds one parameter, not its bucket"
+    assert_same(list(copy.deepcopy(model).parameters()), params)
+    # Shared memory is memory elsewhere: attach copies the values back.
+    expected = snapshot(params)
+    model.share_memory()
+    assert not home.intact()
+    home.attach()
+    assert_same(params, expected)
+    del home
+    gc.collect()
+    assert_same(params, expected)  # the memory outlives the home
 
 
 @pytest.mark.parametrize("home", HOMES)

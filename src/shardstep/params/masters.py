@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -40,7 +40,9 @@ class StepTensors(ABC):
         pieces: Sequence[Piece],
         params: Sequence[torch.Tensor],
         dtypes: Mapping[int, torch.dtype],
+        flat_param: Callable[[int], torch.Tensor],
     ) -> None:
+        self._flat_param = flat_param
         self._pieces = sorted(pieces, key=lambda piece: (piece.bucket, piece.bucket_offset))
         self._params = params
         self._dtypes = dtypes
@@ -84,9 +86,9 @@ class StepTensors(ABC):
     def repoint(self) -> None:
         """Follow the parameters to where their data lies now."""
         for piece in self._pieces:
-            # `.data`: writing back an unchanged parameter must not look like a change to
-            # autograd. The pipeline marks those that a step has changed.
-            whole = flat(local_part(self._params[piece.param]).data)
+            # Writing back an unchanged parameter must not look like a change to autograd. The
+            # pipeline marks those that a step has changed.
+            whole = self._flat_param(piece.param)
             self._narrow[piece.param] = whole[piece.param_interval.slice]
 
     @abstractmethod
@@ -118,8 +120,9 @@ class Masters(StepTensors):
         pieces: Sequence[Piece],
         params: Sequence[torch.Tensor],
         dtypes: Mapping[int, torch.dtype],
+        flat_param: Callable[[int], torch.Tensor],
     ) -> None:
-        super().__init__(pieces, params, dtypes)
+        super().__init__(pieces, params, dtypes, flat_param)
         self._allocate()
         self.repoint()
         self.set_values(None)
@@ -198,9 +201,10 @@ class StepCopies(StepTensors):
         pieces: Sequence[Piece],
         params: Sequence[torch.Tensor],
         dtypes: Mapping[int, torch.dtype],
+        flat_param: Callable[[int], torch.Tensor],
         rounding: StochasticRounding,
     ) -> None:
-        super().__init__(pieces, params, dtypes)
+        super().__init__(pieces, params, dtypes, flat_param)
         self._rounding = rounding
         self.repoint()
 

@@ -40,9 +40,9 @@ class ShardedParams:
         pieces = tuple(sorted(plan.pieces(group_rank), key=lambda piece: piece.param))
         narrow = [piece for piece in pieces if piece.param in step_dtypes]
         wide: StepTensors = (
-            Masters(narrow, params, step_dtypes)
+            Masters(narrow, params, step_dtypes, self.storage.flat)
             if rounding is None
-            else StepCopies(narrow, params, step_dtypes, rounding)
+            else StepCopies(narrow, params, step_dtypes, self.storage.flat, rounding)
         )
         self.shard = Shard(pieces, params, separate, wide)
 

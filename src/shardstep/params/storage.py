@@ -48,6 +48,17 @@ def flat(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torch.T
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the same memory whose storage object holds nothing else.
+
+    The memory lives as long as either. A device without DLPack keeps the storage of `tensor`.
+    """
+    try:
+        return torch.from_dlpack(tensor)
+    except (BufferError, RuntimeError):
+        return tensor
+
+
 class ParamStorage(ABC):
     """The memory of the parameters between steps.
 
@@ -65,7 +76,12 @@ class ParamStorage(ABC):
         self._group_rank = group_rank
         self._has_dtensors = any(map(is_dtensor, params))
         self._buffers: dict[int, torch.Tensor] = {}
+        self._slices: dict[int, torch.Tensor] = {}
         self._attached: list[tuple[int, tuple[int, ...]]] = []
+
+    def flat(self, param: int) -> torch.Tensor:
+        """Return a parameter's elements in memory order. Autograd does not see writes to it."""
+        return flat(local_part(self._params[param]).data)
 
     def attach(self) -> None:
         """Take the parameters in. May replace `param.data`, never the parameter itself."""
@@ -157,9 +173,21 @@ class OwnStorage(ParamStorage):
 
 
 class BucketViews(ParamStorage):
-    """Parameters as views of the buckets. Nothing is packed to be sent."""
+    """Parameters in the memory of the buckets. Nothing is packed to be sent.
+
+    Each parameter has a storage object of its own on that memory. Two tensors with one storage
+    object are taken for tied weights: safetensors would write one of them.
+    """
 
     depth = None
+
+    @override
+    def flat(self, param: int) -> torch.Tensor:
+        # A slice of the bucket shares its storage with its neighbours, so masters can merge them.
+        whole = super().flat(param)
+        held = self._slices.get(param, whole)
+        in_place = (held.data_ptr(), held.numel()) == (whole.data_ptr(), whole.numel())
+        return held if in_place else whole
 
     @override
     def _allocate(self) -> None:
@@ -173,12 +201,11 @@ class BucketViews(ParamStorage):
                 )
             for slot in bucket.slots:
                 param = local_part(self._params[slot.param])
-                view = self._buffers[bucket.index].as_strided(
-                    param.shape, param.stride(), slot.bucket_offset
-                )
-                if param.data_ptr() != view.data_ptr():
-                    view.copy_(param.detach())
-                    param.data = view
+                start, stop = slot.bucket_offset, slot.bucket_offset + slot.numel
+                held = self._slices[slot.param] = self._buffers[bucket.index][start:stop]
+                if param.data_ptr() != held.data_ptr():
+                    view = with_own_storage(held).as_strided(param.shape, param.stride())
+                    param.data = view.copy_(param.detach())
 
     @override
     def detach(self, params: Iterable[int]) -> None:
