@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.utils.dlpack import from_dlpack
 from typing_extensions import override
 
 from shardstep.params.dtensor import is_dtensor, local_part
@@ -54,7 +55,7 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     The memory lives as long as either. A device without DLPack keeps the storage of `tensor`.
     """
     try:
-        return torch.from_dlpack(tensor)
+        return from_dlpack(tensor)
     except (BufferError, RuntimeError):
         return tensor
 
