@@ -26,14 +26,14 @@ settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark a test at three or four ranks as slow if it also runs at two."""
+    """Mark a test at three or four ranks as slow if it also runs at fewer."""
 
     def world_size(item: pytest.Item) -> Any:
         return item.callspec.params.get("world_size") if hasattr(item, "callspec") else None
 
-    at_two = {item.nodeid.partition("[")[0] for item in items if world_size(item) == 2}
+    at_few = {item.nodeid.partition("[")[0] for item in items if world_size(item) in (1, 2)}
     for item in items:
-        if item.nodeid.partition("[")[0] in at_two and world_size(item) in (3, 4):
+        if item.nodeid.partition("[")[0] in at_few and world_size(item) in (3, 4):
             item.add_marker(pytest.mark.slow)
 
 

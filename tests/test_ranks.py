@@ -166,6 +166,7 @@ def test_globals_of_test_modules_warnings_and_seeds_are_as_new_in_every_call() -
     assert seen[0] == seen[1]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     end_idle_processes()
@@ -224,6 +225,7 @@ def test_hang_is_reported_within_the_timeout_with_its_rank_and_stack() -> None:
     assert "rank 0" not in message
 
 
+@pytest.mark.slow
 def test_collective_that_hangs_gives_up_before_the_ranks_do() -> None:
     started = time.monotonic()
     with pytest.raises(RankFailure) as failure:
@@ -234,6 +236,7 @@ def test_collective_that_hangs_gives_up_before_the_ranks_do() -> None:
     assert re.search(r"rank 1 was still running:(.|\n)*in wait_for_nobody", message)
 
 
+@pytest.mark.slow
 def test_rank_that_returns_but_does_not_exit_is_a_failure() -> None:
     with pytest.raises(RankFailure, match="rank 0 returned but did not exit"):
         run_ranks(leave_a_thread, 1, timeout=HANG)

@@ -59,6 +59,7 @@ def _run_database(database: list[Entry]) -> list[tuple[str, str]]:
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_entry_is_exact_or_refused_with_a_reason(world_size: int) -> None:
     outcomes = run_ranks(_run_database, world_size, DATABASE)

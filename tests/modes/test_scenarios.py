@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,12 @@ def _compare(name: str, **options: Any) -> list[str]:
     return compared([name], **{"modes": _works(name), **options})
 
 
-@pytest.mark.parametrize("name", [name for name, each in SCENARIOS.items() if not each.slow])
+def slow_where(values: Iterable[str], is_slow: Callable[[str], bool]) -> list[Any]:
+    """Return parameters for a test, with those that take long marked."""
+    return [pytest.param(each, marks=[pytest.mark.slow] * is_slow(each)) for each in values]
+
+
+@pytest.mark.parametrize("name", slow_where(SCENARIOS, lambda name: SCENARIOS[name].slow))
 def test_two_ranks_equal_ddp_to_the_bit(name: str) -> None:
     assert run_ranks(_compare, 2, name) == [[], []]
 
@@ -188,7 +194,9 @@ def _moves(sources: list[str]) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("source", [*ALL, "unsharded"])
+@pytest.mark.parametrize(
+    "source", slow_where([*ALL, "unsharded"], lambda mode: mode not in ("module", "drop-in"))
+)
 def test_state_moves_from_each_mode_to_every_other(source: str) -> None:
     assert run_ranks(_moves, 2, [source]) == [[], []]
 

@@ -77,6 +77,7 @@ def _against_ddp() -> tuple[list[str], list[Tensor]]:
     return failures, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_norms_and_clipped_steps_equal_those_under_ddp_and_are_the_same_on_all_ranks(
     world_size: int,

@@ -71,6 +71,7 @@ def _every_element_wise_class() -> list[str]:
     return failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_element_wise_class_keeps_its_numbers(world_size: int) -> None:
     assert run_ranks(_every_element_wise_class, world_size) == [[]] * world_size

@@ -86,6 +86,7 @@ def _drop_in() -> list[str]:
     return failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_drop_in_with_masters_has_their_numbers(world_size: int) -> None:
     assert run_ranks(_drop_in, world_size) == [[]] * world_size

@@ -164,6 +164,7 @@ def _compare(names: list[str], loops: list[Loop], policies: list[str]) -> list[s
     return failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_zero2_with_masters_has_their_numbers(world_size: int) -> None:
     names, loops = list(PROBLEMS), [_plain, _clipped, _rounds]
@@ -223,6 +224,7 @@ def _with_doubles() -> list[str]:
     return failures
 
 
+@pytest.mark.slow
 def test_masters_wait_for_what_is_in_flight() -> None:
     assert run_ranks(_with_doubles, 2) == [[], []]
 

@@ -59,6 +59,7 @@ def _resume(saved: Any, model: list[Tensor], layout: str, with_module: bool, fir
     return _steps(module, opt, range(4, 8))
 
 
+@pytest.mark.slow
 def test_training_goes_on_at_any_world_size_and_layout_as_if_it_had_not_stopped() -> None:
     (saved, model, expected), *_ = run_ranks(_save, 2, "sliced", True)
     moments = {entry["exp_avg"].dtype for entry in saved["state"].values()}

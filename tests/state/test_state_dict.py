@@ -118,7 +118,7 @@ def _consolidates_to_the_unsharded_dict() -> None:
                     train(opt, params, range(4), missing=case.missing)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3, 4])
 def test_the_consolidated_dict_is_the_unsharded_one_and_only_its_receiver_has_it(
     world_size: int,
 ) -> None:
@@ -193,6 +193,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_run_goes_on_at_any_world_size_from_any_other_and_from_torch(
     saved: Path, world_size: int

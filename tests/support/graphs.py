@@ -201,7 +201,7 @@ class Checkpointed(nn.Module):
         return out
 
 
-@scenario(many=True)
+@scenario(many=True, slow=True)
 def activation_checkpointing(new: New) -> list[Tensor]:
     """Passes within the pass end earlier; no gradient may be taken for complete there."""
     seen = []

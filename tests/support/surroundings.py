@@ -92,7 +92,7 @@ def _scheduled(new: New, names: Iterable[str]) -> list[Tensor]:
     return seen
 
 
-@scenario(FEW, many=True, kinds=[SGD, ADAMW, TENSOR_LR], groups=several_groups)
+@scenario(FEW, many=True, kinds=[SGD, ADAMW, TENSOR_LR], groups=several_groups, slow=True)
 def schedulers(new: New) -> list[Tensor]:
     return _scheduled(new, ("LambdaLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"))
 
@@ -171,7 +171,7 @@ def every_kind_of_optimizer(new: New) -> list[Tensor]:
     return seen
 
 
-@scenario(MATRICES, many=True, kinds=[SGD], layout="auto")
+@scenario(MATRICES, many=True, kinds=[SGD], layout="auto", slow=True)
 def every_kind_of_optimizer_that_needs_whole_tensors(new: New) -> list[Tensor]:
     seen = []
     for kind in WHOLE:

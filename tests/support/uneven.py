@@ -157,7 +157,7 @@ def uneven_inputs_and_unused_parameters(new: New) -> list[Tensor]:
     return _joined(new)
 
 
-@scenario(many=True, ranks=RANKS, kinds=[(optim.SGD, {"lr": 0.05})])
+@scenario(many=True, slow=True, ranks=RANKS, kinds=[(optim.SGD, {"lr": 0.05})])
 def uneven_inputs_and_unused_parameters_of_plain_sgd(new: New) -> list[Tensor]:
     """DDP goes on counting as used what a joined rank used last, and gives it a gradient of zeros,
     which changes nothing here."""
