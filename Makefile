@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-thorough test-nccl coverage check bench docs format clean
+.PHONY: help demo test test-slow test-thorough test-nccl coverage check bench docs examples format clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,7 +34,7 @@ test-nccl: $(READY)  ## run every scenario over NCCL, with several ranks on one 
 
 coverage: $(READY)  ## run all tests, fast and slow, with coverage of every rank
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -n 2 -m "not thorough" tests
+	$(BIN)/python -m coverage run -m pytest -n 2 -m "not thorough" --ignore tests/test_examples.py tests
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --fail-under=95
 
@@ -49,6 +49,9 @@ format: $(READY)  ## rewrite the files in the project's format
 
 bench: $(READY)  ## measure against DDP, torch's ZeroRedundancyOptimizer and FSDP2
 	$(BIN)/python benchmarks/hosts.py
+
+examples: $(READY)  ## run every example, and every command that the documentation shows
+	$(BIN)/python -m pytest tests/test_examples.py
 
 docs: $(READY)  ## check that every link and code block of the documentation holds
 	$(BIN)/python -m pytest tests/test_docs.py

@@ -14,9 +14,10 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from pages import PAGES, ROOT, Block, read
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.distributed.optim import zero_redundancy_optimizer
@@ -25,10 +26,7 @@ from torch.optim import Optimizer
 import shardstep
 from shardstep import ZeroRedundancyOptimizer
 
-ROOT = Path(__file__).parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 UPSTREAM_PAGE = ROOT / "docs" / "upstream.md"
-RUN = "<!-- run -->"
 
 
 def name_of(path: Path) -> str:
@@ -36,45 +34,6 @@ def name_of(path: Path) -> str:
 
 
 # ------------------------------------------------------------------------------ reading pages
-
-
-class Block(NamedTuple):
-    """A fenced block of code."""
-
-    page: Path
-    line: int
-    language: str
-    code: str
-    marked: bool
-
-    def __str__(self) -> str:
-        return f"{name_of(self.page)}:{self.line}"
-
-
-def read(page: Path) -> tuple[list[str], list[Block]]:
-    """Return the lines of a page outside its blocks, and the blocks."""
-    prose: list[str] = []
-    blocks: list[Block] = []
-    fence = language = before = ""
-    body: list[str] = []
-    start, marked = 0, False
-    for number, line in enumerate(page.read_text().splitlines(), start=1):
-        opening = re.match(r"\s*(`{3,})\s*([\w-]*)", line)
-        if fence:
-            if line.strip() == fence:
-                code = textwrap.dedent("\n".join(body))
-                blocks.append(Block(page, start, language, code, marked))
-                fence = before = ""
-            else:
-                body.append(line)
-        elif opening:
-            fence, language = opening.groups()
-            body, start, marked = [], number + 1, before == RUN
-        else:
-            prose.append(line)
-            before = line.strip() or before
-    assert not fence, f"{name_of(page)}: the block before line {start} is never closed"
-    return prose, blocks
 
 
 def links(prose: list[str]) -> Iterator[str]:
@@ -124,7 +83,7 @@ def test_blocks_use_only_exported_names(block: Block) -> None:
     assert used <= set(shardstep.__all__)
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.marked], ids=str)
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.mark == "run"], ids=str)
 def test_marked_blocks_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # Blank lines shift the code to its place on the page, so tracebacks name the page's lines.
@@ -133,7 +92,7 @@ def test_marked_blocks_run(block: Block, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_some_block_is_run() -> None:
-    assert any(block.marked for block in BLOCKS)
+    assert any(block.mark == "run" for block in BLOCKS)
 
 
 # ------------------------------------------------------------------ the page about torch's class
