@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,10 @@ from shardstep.plan import ShardPlan
 from shardstep.precision import MixedPrecision, resolve
 from shardstep.report import Report, make_report
 from shardstep.state.state_dict import (
+    Consolidated,
     StateDict,
     consolidate,
-    copy_consolidated,
+    full_state_dict,
     gather_whole,
     load_full,
     run_load_hooks,
@@ -122,7 +123,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.world_size = comm.world_size
         self.rank = comm.group_rank
         self.global_rank = dist.get_rank() if self.process_group is not None else 0
-        self._consolidated: StateDict | None = None
+        self._consolidated: Consolidated | None = None
         Joinable.__init__(self)
         join = JoinContext(self)
         if module is not None:
@@ -325,30 +326,32 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 raise TypeError("the state is sharded across ranks; set it with load_state_dict()")
             self.state.clear()
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
+    def consolidate_state_dict(self, to: int | Literal["all"] = 0) -> None:
         """Gather the whole state on rank `to` of the process group, in its CPU memory.
 
-        Called on every rank. Afterwards `state_dict()` may be called on rank `to`. It raises on
-        every rank, if ranks pass different ones or there is state that cannot be sent.
+        Called on every rank. Afterwards, until the next step or load, `state_dict()` may be called
+        on rank `to`, or on every rank if it is `"all"`. It raises on every rank, if ranks pass
+        different ones or there is state that cannot be sent.
         """
-        self._consolidated = consolidate(self.mode, self.param_groups, to)
+        self._consolidated = consolidate(self.mode, to)
 
     def state_dict(self) -> StateDict:
-        """Return the state that `consolidate_state_dict` last gathered on this rank.
+        """Return the state that `consolidate_state_dict` gathered on this rank.
 
         It is what the unsharded optimizer's `state_dict()` would be, with tensors on the CPU, and
-        loads into a plain `torch.optim` optimizer. Masters are in it under `"masters"`. For
+        loads into a plain `torch.optim` optimizer. Masters are in it under `"masters"`. Before the
+        first step there is no state to gather: it returns the groups on every rank. For
         `torch.distributed.checkpoint`, wrap the optimizer in `shardstep.checkpoint.Sharded`.
 
         Raises:
-            RuntimeError: if the state was not consolidated on this rank.
+            RuntimeError: if the state was not consolidated on this rank since the last step.
         """
-        return run_state_dict_hooks(self, self._consolidated_here)
+        return run_state_dict_hooks(self, self._full_state_dict)
 
-    def _consolidated_here(self) -> StateDict:
+    def _full_state_dict(self) -> StateDict:
         if self.world_size == 1:
             self.consolidate_state_dict()
-        return copy_consolidated(self._consolidated, self.mode.comm)
+        return full_state_dict(self.mode, self.param_groups, self._consolidated)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load this rank's share of a full state dict.

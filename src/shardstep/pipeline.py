@@ -104,6 +104,7 @@ class Pipeline:
         try:
             return act()
         finally:
+            self.local.mark_changed()
             gradients.release()
             self.params.write_back(self.local.let_go, among)
 

@@ -57,8 +57,37 @@ class LocalOptimizer:
         self._step_dtype = step_dtype
         self.optim = make(self._groups(self._held()))
         check_optimizer(self.optim, len(exposed))
-        # True once a step was taken, here or before the loaded state was saved.
-        self.stepped = False
+        self._stepped = False
+        # True until a step was taken or state was loaded: the state is the constructor's.
+        self.fresh = True
+        # True if an empty state dict was given out before the first step.
+        self.gave_empty = False
+        # Counts the changes of the state.
+        self.version = 0
+
+    @property
+    def stepped(self) -> bool:
+        """True once a step was taken, here or before the loaded state was saved."""
+        return self._stepped
+
+    @stepped.setter
+    def stepped(self, value: bool) -> None:
+        self._stepped = value
+        self.mark_changed(value)
+
+    def mark_changed(self, value: bool = True) -> None:
+        """Note that the state has changed, to something other than nothing unless told."""
+        self.fresh = self.fresh and not value
+        self.version += 1
+
+    def begins_with_state(self) -> bool:
+        """Return True on every rank if the class makes state when it is constructed."""
+        if self._shard.pieces:
+            return bool(self.optim.state)
+        some = torch.zeros(2, 2, device="cpu")
+        ranges = group_ranges(self._exposed)
+        held = [{indices.start: _copy(some)} if indices else {} for indices in ranges]
+        return bool(self._twin(held, lambda twin: None).state)
 
     def _held(self) -> list[Held]:
         """Return this rank's pieces of each group."""
@@ -160,6 +189,7 @@ class LocalOptimizer:
     def adopt(self, shard: Shard, states: Mapping[int, Any]) -> None:
         """Step on other pieces from now on, with their state and with groups that were added."""
         self._shard = shard
+        self.version += 1
         self.optim.state = defaultdict(dict, self.global_state())
         self._set_states(states)
         for number, group in enumerate(self._groups(self._held())):

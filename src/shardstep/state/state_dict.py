@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,22 +28,57 @@ StateDict = dict[str, Any]
 Groups = Sequence[Mapping[str, Any]]
 
 
-def consolidate(shards: ShardView, groups: Groups, to: int) -> StateDict | None:
-    """Gather the whole state on group rank `to`, in its CPU memory. Called on every rank."""
+@dataclass(frozen=True, slots=True)
+class Consolidated:
+    """The whole state on the CPU, on ranks that asked for it, and the version it is of."""
+
+    states: Mapping[int, Any] | None
+    masters: Mapping[int, Any]
+    version: int
+
+
+def consolidate(shards: ShardView, to: int | str) -> Consolidated:
+    """Gather the whole state on group rank `to` or on `"all"`. Called on every rank."""
     comm, plan = shards.comm, shards.plan
 
-    def check() -> tuple[int, list[str]]:
-        if not 0 <= to < comm.world_size:
-            raise ValueError(f"to={to} is not a rank of this group of {comm.world_size} ranks")
+    def check() -> tuple[int | str, list[str]]:
+        if to != "all" and to not in range(comm.world_size):
+            raise ValueError(
+                f"to={to} is not a rank of this group of {comm.world_size} ranks; pass one, or "
+                "'all' for every rank"
+            )
         return to, [f"to={to}"]
 
     check_same_on_all_ranks(comm, "consolidate_state_dict", check)
     everything = {index: spec.whole for index, spec in enumerate(plan.specs)}
-    wanted = [everything if rank == to else {} for rank in range(comm.world_size)]
+    wanted = [everything if to in (rank, "all") else {} for rank in range(comm.world_size)]
     states = move_state(comm, plan, wanted, shards.local.states(), None)
     masters = move_state(comm, plan, wanted, shards.masters(), None) if shards.widened else {}
-    if comm.group_rank != to:
-        return None
+    here = to in (comm.group_rank, "all")
+    return Consolidated(states if here else None, masters, shards.local.version)
+
+
+def full_state_dict(shards: ShardView, groups: Groups, held: Consolidated | None) -> StateDict:
+    """Return the full state dict that this rank consolidated, or the empty one before any state.
+
+    Raises:
+        RuntimeError: if this rank has not consolidated the state, or it has changed since.
+    """
+    local = shards.local
+    local.gave_empty = local.fresh
+    if held is not None and held.states is not None and held.version == local.version:
+        return _full_dict(shards, groups, held.states, held.masters)
+    if local.fresh and not local.begins_with_state():
+        return _full_dict(shards, groups, {}, {})
+    if held is None or held.states is None:
+        raise RuntimeError(_remedy(shards.comm, "holds only its share of the optimizer state"))
+    what = "consolidated the optimizer state before it last changed, in a step or a load"
+    raise RuntimeError(_remedy(shards.comm, what))
+
+
+def _full_dict(
+    shards: ShardView, groups: Groups, states: Mapping[int, Any], masters: Mapping[int, Any]
+) -> StateDict:
     shards.sync_options()
     state_dict: StateDict = {
         "state": {**states, **copy.deepcopy(shards.local.global_state())},
@@ -50,24 +86,20 @@ def consolidate(shards: ShardView, groups: Groups, to: int) -> StateDict | None:
         **copy.deepcopy(extras(shards.optim)),
     }
     if masters:
-        state_dict["masters"] = masters
+        state_dict["masters"] = dict(masters)
     if shards.precision.stochastic_rounding:
         state_dict["rounding_step"] = shards.rounding_step
     return state_dict
 
 
-def copy_consolidated(consolidated: StateDict | None, comm: Comm) -> StateDict:
-    """Return a copy that the caller may change, or raise if this rank has none to copy."""
+def _remedy(comm: Comm, what: str) -> str:
     rank = comm.group_rank
-    if consolidated is None:
-        raise RuntimeError(
-            f"rank {rank} holds only its share of the optimizer state; to get all of it here, call "
-            f"consolidate_state_dict(to={rank}) on all {comm.world_size} ranks of the process "
-            f"group first, and then state_dict() on rank {rank}; for torch.distributed.checkpoint, "
-            "pass shardstep.checkpoint.Sharded(optimizer)"
-        )
-    copied = {key: copy.copy(value) for key, value in consolidated.items()}
-    return {**copied, "param_groups": [dict(group) for group in consolidated["param_groups"]]}
+    return (
+        f"rank {rank} {what}; to get all of it here, call consolidate_state_dict(to={rank}) on all "
+        f"{comm.world_size} ranks of the process group first, and then state_dict() on rank "
+        f"{rank}; if every rank asks for it, consolidate_state_dict(to='all'); for "
+        "torch.distributed.checkpoint, pass shardstep.checkpoint.Sharded(optimizer)"
+    )
 
 
 def load_full(shards: ShardView, groups: Groups, state_dict: Mapping[str, Any]) -> None:
@@ -82,10 +114,15 @@ def load_full(shards: ShardView, groups: Groups, state_dict: Mapping[str, Any]) 
     shards.give_masters({*present, *full["masters"]})
     load_share(full, plan, rank, shards.optim)
     shards.set_masters(masters)
+    quiet = shards.local.gave_empty and shards.local.fresh
     shards.local.stepped = bool(present)
+    if full["masters"]:
+        shards.local.mark_changed()
     shards.rounding_step = full.get("rounding_step", shards.rounding_step)
     shards.local.publish_options()
-    warn_of_missing_state(shards, present)
+    # Some frameworks load the dict that they were given before the first step.
+    if present or not quiet:
+        warn_of_missing_state(shards, present)
 
 
 def gather_whole(

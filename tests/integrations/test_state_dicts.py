@@ -1,0 +1,96 @@
+"""Accelerate's own calls get the optimizer state, or an error that names the remedy."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn, optim
+
+from shardstep import ZeroRedundancyOptimizer
+
+
+def _make(kind: Any, **more: Any) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False)
+    more = {"module": model} if more.pop("module", False) else {}
+    return model, ZeroRedundancyOptimizer(model.parameters(), kind, lr=0.1, **more)
+
+
+def _train(model: nn.Module, opt: Any) -> None:
+    opt.zero_grad()
+    model(torch.ones(2, 8)).square().mean().backward()
+    opt.step()
+
+
+def _before_and_after_steps() -> list[str]:
+    """What `state_dict()` gives on this rank, one of which owns nothing, as time goes by."""
+    said = []
+
+    def ask(opt: Any) -> None:
+        try:
+            step = [int(state["step"]) for state in opt.state_dict()["state"].values()]
+            said.append(f"step {step}")
+        except RuntimeError as error:
+            said.append(str(error).partition("; ")[0].partition(" ")[2].partition(" ")[2])
+
+    model, opt = _make(optim.AdamW)
+    ask(opt)
+    with warnings.catch_warnings(record=True) as caught:
+        opt.load_state_dict(opt.state_dict())
+    assert not caught, "the dict that it gave out itself"
+    _train(model, opt)
+    ask(opt)
+    opt.consolidate_state_dict(to="all")
+    opt.param_groups[0]["lr"] = 0.05
+    assert opt.state_dict()["param_groups"][0]["lr"] == 0.05
+    ask(opt)
+    _train(model, opt)
+    ask(opt)
+    opt.consolidate_state_dict(to=1)
+    ask(opt)
+    ask(_make(optim.Adagrad)[1])
+    return said
+
+
+def test_state_dict_is_empty_before_the_first_step_and_never_an_old_one() -> None:
+    share = "holds only its share of the optimizer state"
+    old = "consolidated the optimizer state before it last changed, in a step or a load"
+    for rank, said in enumerate(run_ranks(_before_and_after_steps, 3)):
+        last = "step [2]" if rank == 1 else share
+        # Adagrad has state before its first step.
+        assert said == ["step []", share, "step [1]", old, last, share]
+
+
+def _accelerated(folder: str, module: bool) -> bool:
+    """Prepare, train, save, and load into another run; return whether that goes on equally."""
+    from accelerate import Accelerator
+
+    values = []
+    for run in ("saved", "resumed"):
+        accelerator = Accelerator(cpu=True)
+        model, opt = _make(optim.AdamW, module=module)
+        if module:
+            opt = accelerator.prepare(opt)
+            accelerator._models.append(model)
+        else:
+            model, opt = accelerator.prepare(model, opt)
+        if run == "saved":
+            _train(model, opt)
+            opt.optimizer.consolidate_state_dict(to="all")
+            accelerator.save_state(folder)
+        else:
+            accelerator.load_state(folder)
+        _train(model, opt)
+        values.append([param.detach().clone() for param in model.parameters()])
+    return all(torch.equal(*pair) for pair in zip(*values, strict=True))
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_accelerate_prepares_saves_and_loads_the_optimizer(module: bool, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    assert run_ranks(_accelerated, 2, str(tmp_path), module) == [True, True]
