@@ -27,12 +27,15 @@ ORDER = (
     "pipeline",
     "modes",
     "optimizer",
+    "elastic",
     "checkpoint",
     "cli",
 )
 
-#: Names of torch's own that have no public counterpart.
-TORCH_PRIVATE = {
+#: Names of Python and torch that have no public counterpart.
+OTHERS_PRIVATE = {
+    "_exit",
+    "_run_exitfuncs",
     "_join_config",
     "_divide_by_initial_world_size",
     "_local_tensor",
@@ -106,7 +109,7 @@ def private_reaches(path: Path) -> list[str]:
         and not node.attr.startswith("__")
         and not is_self(node.value)
         and not ast.unparse(node.value).startswith(("torch", "dist", "aten"))
-        and node.attr not in own | TORCH_PRIVATE
+        and node.attr not in own | OTHERS_PRIVATE
     ]
 
 

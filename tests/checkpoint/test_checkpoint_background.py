@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -165,6 +169,38 @@ def test_a_program_that_ends_finishes_its_save(tmp_path: Path, world_size: int) 
     assert [rank.wait(60) for rank in ranks] == [0] * world_size
     expected = torch.arange(1000.0) - 0.1
     assert torch.equal(ckpt.load(tmp_path / "step-1").extra["p"], expected)
+
+
+@pytest.mark.parametrize("end", ["", "import atexit; atexit.register(print, 'later')"])
+def test_a_save_that_failed_and_was_not_waited_for_ends_the_program_with_an_error(
+    tmp_path: Path, end: str
+) -> None:
+    (tmp_path / "taken").mkdir()
+    command = [sys.executable, "-c", PROGRAM + end, str(tmp_path / "taken")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    (said,) = (line for line in done.stderr.splitlines() if line.startswith("shardstep: "))
+    assert re.search(r"saving to .*taken in the background failed: .*exists already.*wait", said)
+    assert "later" in done.stdout or "later" not in end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sigterm_during_a_save_leaves_nothing_behind(tmp_path: Path, world_size: int) -> None:
+    """As torchrun ends ranks: all at once, in the midst of a save."""
+    parent = tmp_path / "run"
+    program = PROGRAM + "\ntime.sleep(60)"
+    store = [] if world_size == 1 else [str(tmp_path / "store")]
+    command = [sys.executable, "-c", program, str(parent / "step-1"), *store]
+    # Coverage would handle the signal in its own way.
+    env = {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE")}
+    ranks = [subprocess.Popen([*command, str(rank)], env=env) for rank in range(world_size)]
+    while not (parent.exists() and names(parent) == [".step-1.saving"]):
+        time.sleep(0.01)
+    for rank in ranks:
+        rank.terminate()
+    assert [rank.wait(60) for rank in ranks] == [-signal.SIGTERM] * world_size
+    assert names(parent) == []
 
 
 def remake_group(parent: Path) -> list[str]:

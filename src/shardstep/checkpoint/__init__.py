@@ -1,8 +1,8 @@
 """Atomic checkpoints that load at any world size and layout, and run no code.
 
 Reading order: `files`, `safetensors`, `manifest`, `format` and `staging` (on disk); `inputs`,
-`file_layout`, `write` and `save`; `read`, `match` and `load`. Without ranks: `offline`. For
-`torch.distributed.checkpoint`: `dcp`. `shardstep.state` turns state into text and tensors.
+`file_layout`, `write` and `save`; `read`, `match`, `load` and `resume`. Without ranks: `offline`.
+For `torch.distributed.checkpoint`: `dcp`. `shardstep.state` turns state into text and tensors.
 """
 
 from shardstep.checkpoint.dcp.stateful import Sharded
@@ -13,8 +13,8 @@ from shardstep.checkpoint.offline.export import export
 from shardstep.checkpoint.offline.imports import import_file, import_state_dict
 from shardstep.checkpoint.offline.reshard import reshard
 from shardstep.checkpoint.offline.summary import is_checkpoint, listing, summary
+from shardstep.checkpoint.resume import latest, resume
 from shardstep.checkpoint.save import AsyncSave, async_save, save
-from shardstep.checkpoint.staging import latest
 from shardstep.state.named_dict import by_name
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "listing",
     "load",
     "reshard",
+    "resume",
     "save",
     "state_dict",
     "summary",

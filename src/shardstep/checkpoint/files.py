@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -66,7 +67,7 @@ def open_plain(path: Path) -> FileIO:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise CheckpointError(f"{path}: is no plain file to open ({error.strerror})") from error
+        raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path}: is not a plain file")
@@ -99,11 +100,16 @@ def check_file(file: Path, expected: Digest, progress: Progress = no_progress) -
 
 
 def length_of(file: Path) -> int | None:
-    """Return a file's length in bytes; None if it cannot be found."""
-    try:
-        return file.stat().st_size
-    except OSError:
-        return None
+    """Return the length in bytes of a plain file; None if there is none."""
+    found = status_of(file)
+    return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
+
+
+def status_of(path: Path) -> os.stat_result | None:
+    """Return the status of a file or folder; None if there is none. A lack of permission raises."""
+    with reading(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.lstat(path)
+    return None
 
 
 def read_json(path: Path) -> Any:

@@ -6,13 +6,14 @@ import hashlib
 import json
 import os
 import re
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shardstep.checkpoint.errors import CheckpointError, require
-from shardstep.checkpoint.files import Digest, read_json, write_text
+from shardstep.checkpoint.files import Digest, read_json, status_of, write_text
 from shardstep.state.limits import MAX_NUMEL
 
 FORMAT = "shardstep checkpoint"
@@ -25,11 +26,28 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_]+(?:[.-][A-Za-z0-9_]+)*\.(?:safetensors|jso
 """File names are used as they are, so none may lead out of the folder."""
 
 
+_run: tuple[int, str] = (0, "")  # process id and run: a forked process is another run
+
+
+def run_id() -> str:
+    """Return the id of the run that this process belongs to."""
+    if _run[0] != os.getpid():
+        continue_run(uuid.uuid4().hex)
+    return _run[1]
+
+
+def continue_run(run: str) -> None:
+    """Let this process continue the run with this id, whose checkpoints it may then remove."""
+    global _run
+    _run = os.getpid(), run
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The files of one checkpoint by name. `digest` covers the rest and identifies it."""
 
     saved_at: int  # nanoseconds since 1970, increasing in a folder
+    run: str  # the id of the run that wrote it; empty if it was written before 0.2.0
     files: dict[str, Digest]
     digest: str
 
@@ -45,6 +63,7 @@ def write_manifest(folder: Path, saved_at: int, files: Mapping[str, Digest]) -> 
         "format": FORMAT,
         "version": VERSION,
         "saved_at": min(saved_at, MAX_TIME),
+        "run": run_id(),
         "files": {name: asdict(digest) for name, digest in sorted(files.items())},
     }
     write_text(folder / MANIFEST, json.dumps(manifest | {"digest": _digest(manifest)}))
@@ -53,9 +72,10 @@ def write_manifest(folder: Path, saved_at: int, files: Mapping[str, Digest]) -> 
 def read_manifest(path: Path) -> Manifest:
     """Read and check the manifest of the checkpoint at `path`."""
     file = path / MANIFEST
-    require(os.path.isdir(path), f"{path} is not a folder; a checkpoint is one")
+    if status_of(file) is None:
+        require(os.path.isdir(path), f"{path} is not a folder; a checkpoint is one")
     require(
-        os.path.lexists(file),
+        status_of(file) is not None,
         f"{path} has no {MANIFEST}: it is not a checkpoint, or one that was never completed",
     )
     said = read_json(file)
@@ -73,11 +93,12 @@ def read_manifest(path: Path) -> Manifest:
     except (KeyError, RecursionError) as error:
         raise CheckpointError(f"{file}: has no digest that it could match") from error
     require(intact, f"{file}: does not match its own digest; it was changed or damaged")
-    listed, when = said.get("files"), said.get("saved_at")
+    listed, when, run = said.get("files"), said.get("saved_at"), said.get("run", "")
     complete = isinstance(listed, dict) and type(when) is int and 0 <= when <= MAX_TIME
+    complete = complete and isinstance(run, str)
     require(complete, f"{file}: does not say which files there are, or when it was saved")
     files = {name: _read_digest(file, name, each) for name, each in listed.items()}
-    return Manifest(when, files, digest)
+    return Manifest(when, run, files, digest)
 
 
 def _read_digest(file: Path, name: str, said: Any) -> Digest:

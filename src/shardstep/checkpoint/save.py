@@ -7,9 +7,10 @@ optimizer. A failure is raised on every rank by the next `wait()`, `save` or `as
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import logging
 import os
+import sys
 import threading
 import weakref
 from dataclasses import replace
@@ -20,6 +21,7 @@ import torch
 
 from shardstep.checkpoint.inputs import comm_of
 from shardstep.checkpoint.safetensors import Source
+from shardstep.checkpoint.staging import unwatch_sigterm, watch_sigterm
 from shardstep.checkpoint.write import SaveJob, plan_save, write_checkpoint
 from shardstep.comm import Comm
 from shardstep.comm.consensus import run_on_all_ranks
@@ -52,7 +54,13 @@ class AsyncSave:
             write_checkpoint(comm, job)
         except BaseException as error:
             self._error = error
-            logger.error("saving to %s in the background failed: %s", job.path, error)
+            _failed.append(self)
+            logger.error("%s", self)
+
+    def __str__(self) -> str:
+        return f"saving to {self.path} in the background" + (
+            "" if self._error is None else f" failed: {self._error}"
+        )
 
     def done(self) -> bool:
         """Return whether it has ended, with or without an error."""
@@ -67,13 +75,35 @@ class AsyncSave:
         Raises:
             RuntimeError: on every rank, if it failed; once.
         """
-        self._thread.join()
-        error, self._error = self._error, None
+        self.join()
+        said, error, self._error = str(self), self._error, None
         if error is not None:
-            raise RuntimeError(
-                f"saving to {self.path} in the background failed: {error}"
-            ) from error
+            _failed.remove(self)
+            raise RuntimeError(said) from error
         return self.path
+
+    def join(self) -> None:
+        """Wait until it has ended, and leave its error to `wait`."""
+        self._thread.join()
+        unwatch_sigterm()
+
+
+_failed: list[AsyncSave] = []
+"""Saves that failed, until their error is raised."""
+
+
+@atexit.register
+def _exit_with_error() -> None:
+    """End the process with 1 if a save failed and the program never waited for it."""
+    for save in _failed:
+        print(f"shardstep: {save}; the program did not wait for it", file=sys.stderr)
+    if _failed:
+        # Nothing else sets the exit status now. So the other exit functions run from here.
+        atexit.unregister(_exit_with_error)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 class AsyncSaveState:
@@ -94,8 +124,7 @@ class AsyncSaveState:
             run_on_all_ranks(comm, "the save before this one", lambda: str(running.wait()))
         else:
             # Its group was replaced, and ranks of the new one may not know of it.
-            with contextlib.suppress(RuntimeError):  # it was logged
-                running.wait()
+            running.join()
 
     def connection(self, comm: Comm) -> Comm:
         """Return separate connections between the ranks of `comm`. Called on every rank."""
@@ -175,7 +204,12 @@ def save(
     """
     comm = comm_of(optimizer)
     _state_of(optimizer).finish_running(comm)
-    return write_checkpoint(comm, plan_save(path, optimizer, model, extra, keep_last))
+    job = plan_save(path, optimizer, model, extra, keep_last)
+    watch_sigterm()
+    try:
+        return write_checkpoint(comm, job)
+    finally:
+        unwatch_sigterm()
 
 
 def async_save(
@@ -207,5 +241,6 @@ def async_save(
     job = plan_save(path, optimizer, model, extra, keep_last)
     copies: list[SaveJob] = []
     run_on_all_ranks(comm, "copying a checkpoint", lambda: copies.append(state.copy(job)))
+    watch_sigterm()
     state.running = AsyncSave(state.connection(comm), copies[0])
     return state.running

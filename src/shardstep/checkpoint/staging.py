@@ -13,14 +13,23 @@ import fcntl
 import os
 import re
 import shutil
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardstep.checkpoint.errors import CheckpointError, require
-from shardstep.checkpoint.files import Digest, length_of, sync_folder
-from shardstep.checkpoint.manifest import FILE_NAME, MANIFEST, read_manifest, write_manifest
+from shardstep.checkpoint.files import Digest, length_of, reading, status_of, sync_folder
+from shardstep.checkpoint.manifest import (
+    FILE_NAME,
+    MANIFEST,
+    Manifest,
+    read_manifest,
+    run_id,
+    write_manifest,
+)
 
 SWEEP_SECONDS = 0.5
 """Seconds that another save may hold the lock of a new folder while it looks for leftovers."""
@@ -59,6 +68,7 @@ class Staging:
                     ) from None
                 time.sleep(0.05)
                 continue
+            _unfinished[self.path] = os.getpid()
             # Another save may take the new folder for a leftover before it is locked.
             self._lock = lock_folder(self.path, if_unsupported=True)
 
@@ -70,7 +80,8 @@ class Staging:
                 f"{self.path / name} is missing or not as long as a rank has written it: all ranks "
                 "have to save to one folder on a file system that they share",
             )
-        newest = max((when for when, _ in _complete(self._goal.parent)), default=0)
+        others = find_checkpoints(self._goal.parent)[0].values()
+        newest = max((other.saved_at for other in others), default=0)
         # Greater than every other here, even if the clock was set back.
         write_manifest(self.path, max(time.time_ns(), newest + 1), files)
         self.publish()
@@ -94,13 +105,53 @@ class Staging:
     def discard(self) -> None:
         """Remove the folder, unless it was committed."""
         if self._lock is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
             self._unlock()
 
     def _unlock(self) -> None:
         assert self._lock is not None
+        _unfinished.pop(self.path, None)
         os.close(self._lock)
         self._lock = None
+
+
+_unfinished: dict[Path, int] = {}
+"""Hidden folders, by the process that creates them: a forked process has a copy of this."""
+
+
+def watch_sigterm() -> None:
+    """Remove unfinished folders if SIGTERM ends this process, as torchrun does if a peer fails.
+
+    Does nothing if the program handles the signal, or in a thread: only the main one may set it.
+    """
+    if _may_handle(signal.SIG_DFL):
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def unwatch_sigterm() -> None:
+    """Restore the default action of SIGTERM if no save is unfinished."""
+    if _may_handle(_on_sigterm) and not _unfinished:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _may_handle(current: object) -> bool:
+    in_main = threading.current_thread() is threading.main_thread()
+    return in_main and signal.getsignal(signal.SIGTERM) is current
+
+
+def _on_sigterm(number: int, frame: object) -> None:
+    for path, process in list(_unfinished.items()):
+        if process == os.getpid():
+            _remove(path)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder. Other ranks may be creating files in it, and find it gone at once."""
+    with contextlib.suppress(OSError):
+        folder = folder.rename(folder.with_name(f"{folder.name}.removing"))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def lock_folder(folder: Path, if_unsupported: bool = False) -> int | None:
@@ -160,14 +211,15 @@ def _hidden(parent: Path) -> Iterator[Path]:
 
 
 def keep_last(parent: Path, count: int) -> None:
-    """Remove all complete checkpoints in `parent` but the newest `count`.
+    """Remove all complete checkpoints of this run in `parent` but the newest `count`.
 
     Warns of one that cannot be removed: the checkpoint just saved is complete all the same.
     """
-    for path in [path for path in checkpoints(parent) if not path.is_symlink()][:-count]:
-        hidden = path.parent / f".{path.name}.removing"
+    complete, _ = find_checkpoints(parent)
+    mine = [path for path, found in complete.items() if found.run == run_id()]
+    for path in [path for path in mine if not path.is_symlink()][:-count]:
         try:
-            os.rename(path, hidden)
+            hidden = path.rename(path.with_name(f".{path.name}.removing"))
         except FileNotFoundError:
             continue  # another save has removed it
         except OSError as error:
@@ -177,28 +229,30 @@ def keep_last(parent: Path, count: int) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def checkpoints(parent: Path) -> list[Path]:
-    """Return the complete checkpoints in `parent`, oldest first."""
-    return [path for _, path in sorted(_complete(parent))]
-
-
-def latest(parent: str | os.PathLike[str]) -> Path | None:
-    """Return the newest complete checkpoint in the folder `parent`; None if there is none."""
-    found = checkpoints(Path(parent))
-    return found[-1] if found else None
-
-
-def _complete(parent: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the complete checkpoints in `parent`, each with its time of saving."""
-    for path in map(Path, _entries(parent) or ()):
-        if path.name.startswith(".") or not os.path.isfile(path / MANIFEST):
-            continue
+def find_checkpoints(parent: Path) -> tuple[dict[Path, Manifest], dict[Path, CheckpointError]]:
+    """Return the complete checkpoints in `parent`, oldest first, and what is wrong with others."""
+    complete: dict[Path, Manifest] = {}
+    damaged: dict[Path, CheckpointError] = {}
+    names: list[str] = []
+    with reading(parent), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        names = sorted(os.listdir(parent))
+    for path in (parent / name for name in names if not name.startswith(".")):
         try:
-            manifest = read_manifest(path)
-        except CheckpointError:
-            continue
-        if all(length_of(path / name) == each.nbytes for name, each in manifest.files.items()):
-            yield manifest.saved_at, path
+            if status_of(path / MANIFEST) is not None:
+                complete[path] = manifest = read_manifest(path)
+                check_lengths(path, manifest)
+        except CheckpointError as error:
+            complete.pop(path, None)
+            damaged[path] = error
+    by_time = sorted(complete, key=lambda path: complete[path].saved_at)
+    return {path: complete[path] for path in by_time}, damaged
+
+
+def check_lengths(path: Path, manifest: Manifest) -> None:
+    """Raise `CheckpointError` if files of a checkpoint are missing or of another length."""
+    files = manifest.files.items()
+    wrong = sorted(name for name, each in files if length_of(path / name) != each.nbytes)
+    require(not wrong, f"{path}: missing or of another length: {', '.join(wrong)}")
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]] | None:

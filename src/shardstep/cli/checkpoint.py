@@ -117,7 +117,8 @@ def inspect(
 
     Of a checkpoint: when and by what it was saved, the optimizer's class, groups and options, sizes
     and files. Of a folder: its complete checkpoints, oldest first, and the remains of failed saves.
-    Reads no tensors, and takes no longer for large checkpoints.
+    Reads no tensors, and takes no longer for large checkpoints. Exits with 1 if a file is missing,
+    or its length or header is wrong; `verify` compares digests too.
     """
     with _reporting():
         if ckpt.is_checkpoint(path):
@@ -130,6 +131,8 @@ def inspect(
             typer.echo(json.dumps(said, indent=2))
         else:
             Console(width=None if Console().is_terminal else 160).print(report)
+        if said.get("damage"):
+            raise ckpt.CheckpointError(said["damage"])
 
 
 @app.command()

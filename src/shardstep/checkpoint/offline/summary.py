@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.files import length_of
+from shardstep.checkpoint.files import status_of
 from shardstep.checkpoint.format import (
     SavedModel,
     SavedOptimizer,
@@ -20,9 +20,9 @@ from shardstep.checkpoint.format import (
     master_of,
     own_entries,
 )
-from shardstep.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest, read_manifest
+from shardstep.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.staging import checkpoints, leftovers
+from shardstep.checkpoint.staging import check_lengths, find_checkpoints, leftovers
 from shardstep.state.tree import Node, leaves, name_of, with_leaves
 
 
@@ -46,6 +46,7 @@ def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str,
             "made_by": contents.made_by,
             "nbytes": manifest.nbytes,
             "files": {name: digest.nbytes for name, digest in sorted(manifest.files.items())},
+            "damage": _damage(checkpoint),
             "optimizer": contents.optimizer and _optimizer(checkpoint, contents.optimizer),
             "model": contents.model and _model(contents.model),
             "extra": contents.extra
@@ -66,28 +67,27 @@ def listing(parent: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: if there is neither.
     """
     folder = Path(parent)
+    complete, problems = find_checkpoints(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; a checkpoint is one")
-    complete = checkpoints(folder)
     entries: list[dict[str, Any]] = []
-    damaged = [
-        {"path": str(path), "why": _reason(path)}
-        for path in sorted(folder.iterdir())
-        if not path.name.startswith(".") and (path / MANIFEST).exists() and path not in complete
-    ]
     for path in complete:
         try:
             with Checkpoint(path) as checkpoint:
-                entry = {
-                    "path": str(path),
-                    "saved_at": _time(checkpoint.manifest),
-                    "nbytes": checkpoint.manifest.nbytes,
-                    "made_by": checkpoint.contents.made_by,
-                    "newest": path == complete[-1],
-                }
-            entries.append(entry)
+                entries.append(
+                    {
+                        "path": str(path),
+                        "saved_at": _time(checkpoint.manifest),
+                        "nbytes": checkpoint.manifest.nbytes,
+                        "made_by": checkpoint.contents.made_by,
+                        "newest": False,
+                    }
+                )
         except CheckpointError as error:
-            damaged.append({"path": str(path), "why": str(error)})
+            problems[path] = error
+    if entries:
+        entries[-1]["newest"] = True
+    damaged = [{"path": str(path), "why": str(why)} for path, why in sorted(problems.items())]
     left = [{"path": str(path), "under_way": active} for path, active in leftovers(folder)]
     if not (entries or damaged or left):
         raise CheckpointError(
@@ -99,17 +99,17 @@ def listing(parent: str | os.PathLike[str]) -> dict[str, Any]:
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether this is a checkpoint, damaged or not, and no folder of checkpoints."""
-    return os.path.lexists(Path(path) / MANIFEST)
+    return status_of(Path(path) / MANIFEST) is not None
 
 
-def _reason(path: Path) -> str:
-    """Return the reason why a checkpoint is not complete."""
+def _damage(checkpoint: Checkpoint) -> str | None:
+    """Return what is wrong with the files, as far as their lengths and headers tell."""
     try:
-        files = read_manifest(path).files
+        check_lengths(checkpoint.path, checkpoint.manifest)
+        checkpoint.check_chunks()
     except CheckpointError as error:
         return str(error)
-    wrong = [name for name, digest in files.items() if length_of(path / name) != digest.nbytes]
-    return f"missing or of another length: {', '.join(sorted(wrong))}"
+    return None
 
 
 def _time(manifest: Manifest) -> str:

@@ -1,0 +1,126 @@
+"""`latest` and `resume`: the choice of the checkpoint that a run continues from."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.inputs import comm_of
+from shardstep.checkpoint.load import Loaded, load
+from shardstep.checkpoint.manifest import continue_run, read_manifest
+from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.staging import find_checkpoints
+from shardstep.comm import Comm
+from shardstep.comm.consensus import run_on_all_ranks
+
+if TYPE_CHECKING:
+    from shardstep.optimizer import ZeroRedundancyOptimizer
+
+
+def latest(parent: str | os.PathLike[str]) -> Path | None:
+    """Return the newest complete checkpoint in the folder `parent`; None if there is none.
+
+    All its files are there with their lengths, and its description is intact. Tensors are not read.
+
+    Raises:
+        CheckpointError: if the folder cannot be read.
+    """
+    complete, _ = find_checkpoints(Path(parent))
+    return next((path for path in reversed(complete) if _problem(path, []) is None), None)
+
+
+def resume(
+    parent: str | os.PathLike[str],
+    optimizer: ZeroRedundancyOptimizer | None = None,
+    model: torch.nn.Module | None = None,
+    *,
+    strict: bool = True,
+    names: Mapping[str, str] | None = None,
+) -> Loaded | None:
+    """Load the newest intact checkpoint in the folder `parent`, and continue its run.
+
+    Called on every rank. All ranks choose the same one. Every file is compared with its digest
+    first. If the newest checkpoint is damaged, the one before is tried, and so on. Rank 0 warns of
+    each one that was passed over, and adds `.damaged` to its name: the run will save there again.
+    From now on, `keep_last` counts and removes the checkpoints of the run that was loaded too.
+
+    Args:
+        parent: the folder of checkpoints, on a file system that all ranks share.
+        optimizer, model, strict, names: as for `load`.
+
+    Returns:
+        The result of `load`; None if there is no checkpoint, as at the start of a run.
+
+    Raises:
+        CheckpointError: if there are checkpoints and all are damaged, or if the one that was
+            chosen does not fit the optimizer or the model.
+    """
+    comm = comm_of(optimizer)
+    what = f"resuming from {parent}"
+    damaged: dict[Path, CheckpointError] = {}  # on rank 0
+
+    def find() -> list[str]:
+        if comm.group_rank != 0:
+            return []
+        complete, incomplete = find_checkpoints(Path(parent).absolute())
+        damaged.update(incomplete)
+        return [str(path) for path in reversed(complete)]
+
+    for name in run_on_all_ranks(comm, what, find)[0]:
+        path = Path(name)
+        problems = run_on_all_ranks(comm, what, partial(_problem_here, comm, path))
+        problem = next((each for each in problems if each is not None), None)
+        if problem is None:
+            loaded = load(path, optimizer, model, strict=strict, names=names, verify=False)
+            continue_run(read_manifest(path).run)
+            for other, error in damaged.items():
+                _pass_over(other, error, path)
+            return loaded
+        if comm.group_rank == 0:
+            damaged[path] = CheckpointError(problem)
+    reasons = run_on_all_ranks(comm, what, lambda: list(map(str, damaged.values())))[0]
+    if reasons:
+        raise CheckpointError(
+            f"rank {comm.group_rank}: no checkpoint in {parent} can be loaded. Repair one, or "
+            f"resume from another folder to start anew. {'; '.join(reasons)}"
+        )
+    return None
+
+
+def _problem_here(comm: Comm, path: Path) -> str | None:
+    """Check this rank's share of a checkpoint's files. Return what is wrong."""
+    try:
+        names = sorted(read_manifest(path).files)
+    except CheckpointError as error:
+        return str(error)
+    return _problem(path, names[comm.group_rank :: comm.world_size])
+
+
+def _problem(path: Path, names: list[str]) -> str | None:
+    """Open a checkpoint and compare these files with their digests. Return what is wrong."""
+    try:
+        with Checkpoint(path) as checkpoint:
+            checkpoint.verify(names)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _pass_over(path: Path, error: CheckpointError, instead: Path) -> None:
+    """Warn of a damaged checkpoint, and free its name unless it belongs to another user."""
+    moved = ""
+    if not isinstance(error.__cause__, PermissionError) and path.suffix != ".damaged":
+        try:
+            moved = f"; it is now {path.rename(path.with_name(f'{path.name}.damaged'))}"
+        except OSError as failed:
+            moved = f"; it could not be renamed ({failed.strerror})"
+    warnings.warn(
+        f"resuming from {instead}, not from {path}, which is damaged: {error}{moved}", stacklevel=3
+    )

@@ -1,0 +1,146 @@
+"""The choice of a checkpoint to continue from, and the runs that checkpoints belong to."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from hostile import build, flip, names, picture
+from problems import difference
+from ranks import raises_on_every_rank, run_ranks
+from torch import distributed as dist
+
+from shardstep import checkpoint as ckpt
+from shardstep.checkpoint.manifest import continue_run, run_id
+
+
+def save(parent: Path, *steps: int) -> None:
+    net, opt = build(1, 2)
+    for step in steps:
+        opt.param_groups[0]["lr"] = float(step)
+        ckpt.save(parent / f"step-{step}", opt, net, {"step": step}, keep_last=5)
+
+
+def resumed(parent: Path) -> int | None:
+    """Resume, and return the step. All ranks have chosen the same."""
+    net, opt = build(3, 1)
+    said = pytest.warns(UserWarning, match="resuming from .*step-1, not from .*step-3")
+    with said if dist.get_rank() == 0 else nullcontext():
+        loaded = ckpt.resume(parent, opt, net)
+    return None if loaded is None else loaded.extra["step"]
+
+
+@pytest.mark.parametrize("file", ["optimizer-00002", "model-00001", "contents", "checkpoint"])
+def test_a_damaged_newest_checkpoint_is_passed_over_on_all_ranks(tmp_path: Path, file: str) -> None:
+    run_ranks(save, 2, tmp_path, 1, 2, 3)
+    (damaged,) = (tmp_path / "step-3").glob(f"{file}*")
+    flip(damaged)
+    os.truncate(next((tmp_path / "step-2").glob("model*")), 10)
+    with pytest.raises(ckpt.CheckpointError, match=damaged.name):
+        ckpt.verify(tmp_path / "step-3")
+    newest = ckpt.latest(tmp_path)
+    # `latest` reads the descriptions, not the tensors.
+    assert newest == tmp_path / ("step-1" if file in ("contents", "checkpoint") else "step-3")
+    assert run_ranks(resumed, 2, tmp_path) == [1, 1]
+    # The names are free for the run that goes on.
+    assert names(tmp_path) == ["step-1", "step-2.damaged", "step-3.damaged"]
+
+
+def test_there_is_nothing_to_resume_from_or_nothing_that_loads(tmp_path: Path) -> None:
+    net, opt = build(1, 1)
+    before = picture(net, opt)
+    assert ckpt.resume(tmp_path / "new", opt, net) is None
+    ckpt.save(tmp_path / "step-1", opt, net)
+    flip(tmp_path / "step-1" / "model.safetensors")
+    with pytest.raises(ckpt.CheckpointError, match=r"no checkpoint in .* can be loaded.*model"):
+        ckpt.resume(tmp_path, opt, net)
+    assert difference(before, picture(net, opt)) is None
+    assert names(tmp_path) == ["step-1"]
+
+
+def other_model(parent: Path) -> None:
+    ckpt.resume(parent, model=torch.nn.Linear(3, 2))
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_passed_over(tmp_path: Path) -> None:
+    run_ranks(save, 2, tmp_path, 1, 2)
+    raises_on_every_rank(other_model, 2, (ckpt.CheckpointError, RuntimeError), tmp_path)
+    assert names(tmp_path) == ["step-1", "step-2"]
+
+
+def test_keep_last_counts_the_checkpoints_of_the_run_that_was_resumed(tmp_path: Path) -> None:
+    """`load` starts another run from a checkpoint; `resume` continues its run."""
+
+    def restart() -> None:
+        continue_run(f"another than {run_id()}")
+
+    first = run_id()
+    try:
+        for step in (1, 2):
+            ckpt.save(tmp_path / f"step-{step}", extra=step, keep_last=2)
+        restart()
+        ckpt.load(tmp_path / "step-2")
+        ckpt.save(tmp_path / "other", extra=0, keep_last=1)
+        ckpt.save(tmp_path / "other-2", extra=0, keep_last=1)
+        assert names(tmp_path) == ["other-2", "step-1", "step-2"]
+        (tmp_path / "other-2").rename(tmp_path.parent / "elsewhere")
+        restart()
+        assert ckpt.resume(tmp_path).extra == 2  # type: ignore[union-attr]
+        ckpt.save(tmp_path / "step-3", extra=3, keep_last=2)
+        assert names(tmp_path) == ["step-2", "step-3"]
+    finally:
+        continue_run(first)
+
+
+@contextmanager
+def as_another_user() -> Iterator[None]:
+    """Root reads everything."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_a_folder_that_cannot_be_read_says_so(mode: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        parent = Path(folder) / "run"
+        path = ckpt.save(parent / "step-1", extra=torch.ones(1000))
+        for closed in (path, parent):
+            closed.chmod(mode)
+            with as_another_user():
+                for read in (ckpt.verify, ckpt.summary, ckpt.load):
+                    with pytest.raises(ckpt.CheckpointError, match="Permission denied"):
+                        read(path)
+                with pytest.raises(ckpt.CheckpointError, match="Permission denied"):
+                    ckpt.resume(parent)
+                with pytest.raises(ckpt.CheckpointError, match="Permission denied"):
+                    ckpt.is_checkpoint(path)
+            closed.chmod(0o755)
+
+
+def test_inspect_sees_what_verify_sees(tmp_path: Path) -> None:
+    """A file that is gone, replaced by a link, or of another checkpoint with the same lengths."""
+    for number, damage in enumerate(("gone", "link", "swapped")):
+        path = ckpt.save(tmp_path / f"{number}", extra={"a": torch.ones(1000)})
+        file = path / "extra.safetensors"
+        if damage == "swapped":
+            other = ckpt.save(tmp_path / "other", extra={"b": torch.ones(1000)})
+            file.write_bytes((other / file.name).read_bytes())
+        else:
+            file.rename(tmp_path / "away")
+        if damage == "link":
+            file.symlink_to(tmp_path / "away")
+        assert file.name in ckpt.summary(path)["damage"]
+        with pytest.raises(ckpt.CheckpointError, match=file.name):
+            ckpt.verify(path)

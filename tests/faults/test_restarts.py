@@ -1,0 +1,36 @@
+"""A job whose ranks are killed again and again ends with the losses of an uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import restarted_job
+from hostile import names
+from ranks import run_ranks
+
+KILLS = 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_torchrun_restarts_a_job_to_the_same_losses(tmp_path: Path) -> None:
+    torchrun = f"-m torch.distributed.run --nproc-per-node=2 --max-restarts={KILLS}"
+    rendezvous = "--rdzv-backend=c10d --rdzv-endpoint=localhost:0 --monitor-interval=0.1"
+    command = [sys.executable, *torchrun.split(), *rendezvous.split(), restarted_job.__file__]
+    done = subprocess.run(
+        [*command, str(tmp_path), str(KILLS)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = run_ranks(restarted_job.train, 2, tmp_path / "uninterrupted", 0, 0)
+    assert json.loads((tmp_path / "losses").read_text()) == expected[0]
+    assert names(tmp_path / "run") == ["step-11", "step-12"]  # nothing is left of the kills
