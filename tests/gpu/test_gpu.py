@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -293,3 +294,17 @@ def _device_bytes() -> float:
 def test_memory_on_the_device_is_2_bytes_and_16_divided_by_the_ranks() -> None:
     assert run_ranks(_device_bytes, 1, backend="nccl") == [pytest.approx(2 + 16, rel=0.02)]
     assert run_ranks(_device_bytes, 2) == [pytest.approx(2 + 16 / 2, rel=0.02)] * 2
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_memory_is_freed_with_model_and_optimizer(step: bool) -> None:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model = gpu_model().cuda()
+    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, module=model)
+    model(torch.ones(4, 96, device="cuda")).sum().backward()
+    if step:
+        opt.step()
+    del model, opt
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before

@@ -21,9 +21,11 @@ trace on, and for a scripted module, every gather is over when the step returns.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -32,31 +34,66 @@ from typing_extensions import override
 from shardstep.comm import Work
 
 
-class BucketGather(Protocol):
-    """Something that can wait for one bucket."""
+class Flights:
+    """The buckets in flight.
+
+    Parameters in flight and module hooks refer to this object, not to the optimizer: a parameter
+    that is read after its optimizer was freed still waits. In turn, it holds parameters weakly.
+    """
+
+    def __init__(self, buckets: Iterable[Iterable[torch.Tensor]]) -> None:
+        self._params = [[weakref.ref(param) for param in params] for params in buckets]
+        self._works: dict[int, Work] = {}
+        self._lock = threading.RLock()
+        self._after_last: Callable[[], None] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._works)
+
+    def add(self, bucket: int, work: Work, mark: bool) -> None:
+        """Take in a gather that was launched, and let its parameters wait for it if `mark`."""
+        self._works[bucket] = work
+        for param in self._alive(bucket) if mark else ():
+            param.__class__ = _in_flight_class(type(param))
+            param._shardstep_flight = (self, bucket)  # type: ignore[attr-defined]
+
+    def wait(self) -> None:
+        """Wait for all buckets."""
+        for number in list(self._works):
+            self.wait_for(number)
 
     def wait_for(self, bucket: int) -> None:
         """Wait until the parameters of `bucket` have arrived."""
+        # Another thread that asks meanwhile has to wait as well.
+        with self._lock:
+            work = self._works.get(bucket)
+            if work is None:
+                return
+            # If this raises, the bucket stays in flight: its values must not be read.
+            work.wait()
+            for param in self._alive(bucket):
+                if isinstance(param, _InFlight):
+                    param.__class__ = param._shardstep_class
+                    del param._shardstep_flight
+            del self._works[bucket]
+            if not self._works and self._after_last is not None:
+                self._after_last()
 
+    def after_last(self, act: Callable[[], None]) -> None:
+        """Call `act` once nothing is in flight any more."""
+        self._after_last = act
+        if not self._works:
+            act()
 
-def mark_in_flight(param: torch.Tensor, gather: BucketGather, bucket: int) -> None:
-    """Let `param` wait for `bucket` when it is first read."""
-    param.__class__ = _in_flight_class(type(param))
-    param._shardstep_flight = (gather, bucket)  # type: ignore[attr-defined]
-
-
-def mark_arrived(param: torch.Tensor) -> None:
-    """Give `param` its class back."""
-    if isinstance(param, _InFlight):
-        param.__class__ = param._shardstep_class
-        del param._shardstep_flight
+    def _alive(self, bucket: int) -> Iterator[torch.Tensor]:
+        return (param for ref in self._params[bucket] if (param := ref()) is not None)
 
 
 class _InFlight:
     """The base class of a parameter in flight."""
 
     _shardstep_class: type
-    _shardstep_flight: tuple[BucketGather, int]
+    _shardstep_flight: tuple[Flights, int]
 
     # In these two, torch decides by the parameter's class before it reads the data.
 
@@ -88,8 +125,8 @@ class _InFlight:
 def _wait(param: _InFlight) -> None:
     flight = getattr(param, "_shardstep_flight", None)
     if flight is not None:  # another thread may just have waited for it
-        gather, bucket = flight
-        gather.wait_for(bucket)
+        flights, bucket = flight
+        flights.wait_for(bucket)
 
 
 @cache

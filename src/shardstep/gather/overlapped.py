@@ -6,24 +6,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from shardstep.comm import Comm, Work
+from shardstep.comm import Comm
 from shardstep.gather.base import ParamGather
-from shardstep.gather.in_flight import (
-    FailedGather,
-    mark_arrived,
-    mark_in_flight,
-    on_launching_stream,
-)
-from shardstep.params.module_hook import UncopiedHook
+from shardstep.gather.in_flight import FailedGather, Flights, on_launching_stream
+from shardstep.params.module_hook import UncopiedHook, remove_hooks, when_freed
 from shardstep.params.sharded_params import ShardedParams
 
 
@@ -40,40 +36,25 @@ class OverlappedGather(ParamGather):
         self._params = [
             [params.params[slot.param] for slot in bucket.slots] for bucket in self._buckets
         ]
-        self._in_flight: dict[int, Work] = {}
-        self._lock = threading.RLock()
+        self._flights = Flights(self._params)
         self._overlap = not _runs_outside_python(module)
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         if self._overlap:
             self._hook_forward(module)
+        when_freed(self, _remove_after_last, self._flights, self._handles)
         _alive.add(self)
         _watch_compiler()
 
     def _hook_forward(self, module: torch.nn.Module) -> None:
         bucket_of = {param: number for number, held in enumerate(self._params) for param in held}
-        self._handles.append(module.register_forward_pre_hook(UncopiedHook(self._before_eval)))
+        wait_before_eval = UncopiedHook(_make_eval_hook(self._flights))
+        self._handles.append(module.register_forward_pre_hook(wait_before_eval))
         for part in module.modules():
             params = part.parameters(recurse=False)
             own = {bucket_of[param] for param in params if param in bucket_of}
             if own:
-                hook = UncopiedHook(self._make_wait_hook(sorted(own)))
+                hook = UncopiedHook(_make_wait_hook(self._flights, weakref.ref(self), sorted(own)))
                 self._handles.append(part.register_forward_pre_hook(hook))
-
-    def _make_wait_hook(self, buckets: list[int]) -> Any:
-        def wait_for_own(module: torch.nn.Module, args: Any) -> None:
-            if torch._C._is_tracing():
-                self.disable_overlap()  # the trace will read parameters without Python
-            if self._in_flight:
-                for number in buckets:
-                    self.wait_for(number)
-
-        return wait_for_own
-
-    def _before_eval(self, module: torch.nn.Module, args: Any) -> None:
-        # Torch skips fused inference kernels for tensor subclasses, and the fallback rounds
-        # differently.
-        if not module.training:
-            self.wait()
 
     @override
     def launch(self, buckets: Collection[int] | None = None) -> None:
@@ -88,10 +69,8 @@ class OverlappedGather(ParamGather):
             except RuntimeError as raised:
                 error = error or raised
                 work = FailedGather(error)
-            self._in_flight[number] = on_launching_stream(work, self._params[number][0].device)
-            if self._overlap:
-                for param in self._params[number]:
-                    mark_in_flight(param, self, number)
+            work = on_launching_stream(work, self._params[number][0].device)
+            self._flights.add(number, work, mark=self._overlap)
         if error is not None:
             raise error
         if not self._overlap:
@@ -99,34 +78,46 @@ class OverlappedGather(ParamGather):
 
     @override
     def wait(self) -> None:
-        for number in list(self._in_flight):
-            self.wait_for(number)
-
-    def wait_for(self, bucket: int) -> None:
-        """Wait until the parameters of `bucket` have arrived."""
-        # Another thread that asks meanwhile has to wait as well.
-        with self._lock:
-            work = self._in_flight.get(bucket)
-            if work is None:
-                return
-            # If this raises, the bucket stays in flight: its values must not be read.
-            work.wait()
-            for param in self._params[bucket]:
-                mark_arrived(param)
-            del self._in_flight[bucket]
+        self._flights.wait()
 
     def disable_overlap(self) -> None:
         """Wait within `launch` from now on, and remove the module hooks."""
-        self.wait()
         self._overlap = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self.wait()
+        remove_hooks(self._handles)
 
     @override
     def detach(self) -> None:
         self.disable_overlap()
         _alive.discard(self)
+
+
+def _make_wait_hook(
+    flights: Flights, gather: weakref.ref[OverlappedGather], buckets: list[int]
+) -> Callable[..., None]:
+    def wait_for_own(module: torch.nn.Module, args: Any) -> None:
+        owner = gather() if torch._C._is_tracing() else None
+        if owner is not None:
+            owner.disable_overlap()  # the trace will read parameters without Python
+        if flights:
+            for number in buckets:
+                flights.wait_for(number)
+
+    return wait_for_own
+
+
+def _make_eval_hook(flights: Flights) -> Callable[..., None]:
+    def wait_before_eval(module: torch.nn.Module, args: Any) -> None:
+        # Torch skips fused inference kernels for tensor subclasses, and the fallback rounds
+        # differently.
+        if not module.training:
+            flights.wait()
+
+    return wait_before_eval
+
+
+def _remove_after_last(flights: Flights, handles: Sequence[RemovableHandle]) -> None:
+    flights.after_last(lambda: remove_hooks(handles))
 
 
 _alive: weakref.WeakSet[OverlappedGather] = weakref.WeakSet()
@@ -154,7 +145,9 @@ def _watch_compiler() -> None:
 
 def _compilation_starts(args: Any = None) -> None:
     for gather in list(_alive):
-        gather.disable_overlap()
+        # A gather that failed is no affair of the code that is compiled: its own parameters raise.
+        with contextlib.suppress(RuntimeError):
+            gather.disable_overlap()
 
 
 def _runs_outside_python(module: torch.nn.Module) -> bool:

@@ -6,15 +6,18 @@ gradient has been sent.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from shardstep.gradients.sharded_grad import ShardedGrad
+from shardstep.params.module_hook import remove_hooks, when_freed
 
 
 class Reducer(Protocol):
@@ -61,9 +64,14 @@ class Feeder:
         # Hooks and DDP outlive the reducer; a strong reference would keep model and optimizer
         # alive, where the garbage collector cannot see it.
         self._reducer = weakref.ref(reducer)
+        self._handles: list[RemovableHandle] = []
+        served = [weakref.ref(param) for param in self._training]
+        placeholders = list(self._placeholders.values())
+        self._let_go = when_freed(self, _let_go, served, placeholders, self._handles)
 
     def detach(self) -> None:
-        """Feed the reducer no longer."""
+        """Feed the reducer no longer: remove hooks and placeholders."""
+        self._let_go()
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Return `param.grad` of every parameter that trains.
@@ -124,7 +132,6 @@ class AutogradFeeder(Feeder):
         super().attach(reducer)
         # Placeholders whose gradient was accumulated locally and never reduced.
         self._aside: set[int] = set()
-        self._handles = []
         for index in self._trained:
             param: Any = self._params[index]
             if param.requires_grad:
@@ -133,9 +140,8 @@ class AutogradFeeder(Feeder):
         _attached.add(self)
 
     def detach(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        """Remove hooks and placeholders, and free the parameters for another optimizer."""
+        super().detach()
         _attached.discard(self)
 
     @property
@@ -266,6 +272,19 @@ def _make_hook(reducer: weakref.ref[Reducer], param: int) -> Callable[[torch.Ten
     return gradient_ready
 
 
+def _let_go(
+    params: Sequence[weakref.ref[torch.Tensor]],
+    placeholders: Sequence[ShardedGrad],
+    handles: Sequence[RemovableHandle],
+) -> None:
+    """Remove hooks, and placeholders that are left in `param.grad`."""
+    remove_hooks(handles)
+    for ref, placeholder in zip(params, placeholders, strict=True):
+        param = ref()
+        if param is not None and param.grad is placeholder:
+            param.grad = None
+
+
 _attached: weakref.WeakSet[AutogradFeeder] = weakref.WeakSet()
 
 
@@ -275,13 +294,20 @@ def refuse_watched(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     Raises:
         ValueError: naming the parameter.
     """
-    watched = {id(param) for feeder in _attached for param in feeder.watched}
+    named = [(name, param) for name, param in named if param.requires_grad]
+    if any(id(param) in _watched() for _, param in named):
+        gc.collect()  # an optimizer that the user has dropped may be waiting for the collector
+    watched = _watched()
     for name, param in named:
-        if param.requires_grad and id(param) in watched:
+        if id(param) in watched:
             raise ValueError(
                 f"parameter {name!r} already has its gradient reduced by another optimizer with "
                 "module=; call detach() on that one first"
             )
+
+
+def _watched() -> set[int]:
+    return {id(param) for feeder in _attached for param in feeder.watched}
 
 
 Announce = Callable[[str, Callable[[], list[Any]]], None]

@@ -8,8 +8,9 @@ other operation raises and names the call to use instead.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -38,14 +39,13 @@ class ShardedGrad(torch.Tensor):
     Attributes:
         param: number of the parameter.
         param_name: its name.
-        keeper: the reducer that has the gradient.
         incoming: the sum that autograd has added since the last round, if any.
     """
 
     param: int
     param_name: str
-    keeper: Keeper
     incoming: torch.Tensor | None
+    _keeper: weakref.ref[Keeper]
     _sharded_dtype: torch.dtype
 
     @staticmethod
@@ -58,7 +58,9 @@ class ShardedGrad(torch.Tensor):
         )
         self.param = param
         self.param_name = name
-        self.keeper = keeper
+        # The parameter holds its placeholder in C++, where the garbage collector cannot see it. A
+        # strong reference would never let go of the model.
+        self._keeper = weakref.ref(keeper)
         self.incoming = None
         self._sharded_dtype = dtype
         return self
@@ -70,6 +72,17 @@ class ShardedGrad(torch.Tensor):
         `GradScaler` asks, and refuses to unscale fp16.
         """
         return self._sharded_dtype
+
+    @property
+    def keeper(self) -> Keeper:
+        """The reducer that has the gradient."""
+        keeper = self._keeper()
+        if keeper is None:
+            raise RuntimeError(
+                f"the optimizer that had the gradient of parameter {self.param_name!r} is gone; "
+                "set its .grad to None"
+            )
+        return keeper
 
     def take_incoming(self) -> torch.Tensor | None:
         """Return what autograd has added since the last call, and drop it here."""
@@ -97,15 +110,31 @@ class ShardedGrad(torch.Tensor):
         mixed = not all(isinstance(grad, ShardedGrad) for grad in grads)
         if act is None or (mixed and act is not _zero_each):
             found = next(a for a in tree_leaves(args) if isinstance(a, ShardedGrad))
-            raise RuntimeError(
-                f"{func.overloadpacket.__name__} is not possible on the gradient of parameter "
-                f"{found.param_name!r}: it is sharded across ranks. To clip, call "
-                "optimizer.clip_grad_norm_(...); to read it, call "
-                f"optimizer.full_grad({found.param_name!r}) on every rank. Before the next "
-                "backward pass through a DDP module, call zero_grad(); with module=, do not wrap "
-                "the model in DDP"
-            )
+            raise found.refusal(func.overloadpacket.__name__)
         return act(grads, *args[1:])
+
+    def refusal(self, operation: str) -> RuntimeError:
+        """Return the error for an operation that needs the numbers."""
+        return RuntimeError(
+            f"{operation} is not possible on the gradient of parameter {self.param_name!r}: it is "
+            "sharded across ranks. To clip, call optimizer.clip_grad_norm_(...); to read it, call "
+            f"optimizer.full_grad({self.param_name!r}) on every rank; to drop it, call "
+            "optimizer.zero_grad(). Before the next backward pass through a DDP module, call "
+            "zero_grad(); with module=, do not wrap the model in DDP"
+        )
+
+
+def _make_refusal(operation: str) -> Callable[..., NoReturn]:
+    def refuse(self: ShardedGrad, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self.refusal(operation)
+
+    return refuse
+
+
+# These bypass the dispatcher and read memory that is not there: share_memory() would crash.
+for _name in ("untyped_storage", "data_ptr", "numpy", "tolist", "item", "__dlpack__"):
+    setattr(ShardedGrad, _name, _make_refusal(_name))
+ShardedGrad.__reduce_ex__ = _make_refusal("pickling")  # type: ignore[method-assign]
 
 
 def _accumulate(grads: Sequence[ShardedGrad], new: torch.Tensor, *_: Any) -> ShardedGrad:

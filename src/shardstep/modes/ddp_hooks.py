@@ -16,8 +16,9 @@ other.
 # No `from __future__ import annotations` here: DDP compares a hook's annotations with the classes
 # themselves.
 
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from shardstep.modes.base import Mode
-from shardstep.modes.inside_ddp import BucketStepper
+from shardstep.modes.inside_ddp import BucketStepper, InsideDDP
 from shardstep.params.inputs import parameters
 
 if TYPE_CHECKING:
@@ -57,10 +58,11 @@ def hook_with_zero_step(
     """
     _check(ddp, zero)
     _check_wire(zero)
-    inside = zero.mode.tie_to_ddp(ddp.module, reduce=False)
+    tie = _Tie(ddp, zero.mode.tie_to_ddp(ddp.module, reduce=False))
 
     def reduce_then_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        _check_join(ddp, zero)
+        model, inside = tie.ends()
+        _check_join(model, inside)
         future = hook(state, bucket)
         if bucket.is_last():
             inside.step_after_ddp()
@@ -101,16 +103,16 @@ def hook_with_zero_step_interleaved(
     _check(ddp, zero)
     _check_wire(zero)
     _check_dense(ddp)
-    inside = zero.mode.tie_to_ddp(ddp.module, reduce=False)
-    stepper = BucketStepper(inside)
+    tie = _Tie(ddp, BucketStepper(zero.mode.tie_to_ddp(ddp.module, reduce=False)))
 
     def reduce_and_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        _check_join(ddp, zero)
+        model, stepper = tie.ends()
+        _check_join(model, stepper.mode)
         future = hook(state, bucket)
         # Joined ranks need the gradients of their pieces, and unused parameters are known last.
-        if ddp._join_config.enable or ddp.find_unused_parameters or ddp.static_graph:
+        if model._join_config.enable or model.find_unused_parameters or model.static_graph:
             if bucket.is_last():
-                inside.step_after_ddp()
+                stepper.mode.step_after_ddp()
         else:
             stepper.add(bucket, future)
         return future
@@ -143,12 +145,13 @@ def register(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> N
             f"ranks of the DDP module's, {_ranks(ddp.process_group)}, not "
             f"{_ranks(zero.process_group)}"
         )
-    inside = zero.mode.tie_to_ddp(ddp.module, reduce=True)
+    tie = _Tie(ddp, zero.mode.tie_to_ddp(ddp.module, reduce=True))
     index_of = {param: index for index, param in enumerate(parameters(zero.param_groups))}
 
     def offer(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        _check_join(ddp, zero)
-        if ddp._join_config.enable and not ddp._divide_by_initial_world_size:
+        model, inside = tie.ends()
+        _check_join(model, inside)
+        if model._join_config.enable and not model._divide_by_initial_world_size:
             raise RuntimeError(
                 "gradients that are reduced to their owners are divided by the number of all ranks;"
                 " leave out Join's divide_by_initial_world_size=False"
@@ -164,6 +167,40 @@ def register(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> N
         return _done(buffer)
 
     ddp.register_comm_hook(None, offer)
+
+
+T = TypeVar("T", InsideDDP, BucketStepper)
+
+
+class _Tie(Generic[T]):
+    """A DDP module, and the object that steps inside its backward pass, both held weakly.
+
+    DDP holds its hook in C++, where the garbage collector cannot see it: a hook that held either
+    would never let go of the model. So the module keeps `stepper` alive.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, stepper: T) -> None:
+        within = getattr(ddp, "_orig_mod", ddp)  # a compiled module may go earlier
+        within.shardstep_stepper = _Kept(stepper)
+        self._ddp: weakref.ref[DistributedDataParallel] = weakref.ref(within)
+        self._stepper: weakref.ref[T] = weakref.ref(stepper)
+
+    def ends(self) -> tuple[DistributedDataParallel, T]:
+        """Return both."""
+        ddp, stepper = self._ddp(), self._stepper()
+        if ddp is None or stepper is None:
+            raise RuntimeError("this hook was made for another DDP module, which is gone")
+        return ddp, stepper
+
+
+class _Kept:
+    """Keeps an object alive; a copy, also in a file, keeps none."""
+
+    def __init__(self, kept: object = None) -> None:
+        self._kept = kept
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Kept, ()
 
 
 def _check(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> None:
@@ -231,11 +268,9 @@ def _check_dense(ddp: DistributedDataParallel) -> None:
             )
 
 
-def _check_join(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> None:
+def _check_join(ddp: DistributedDataParallel, inside: InsideDDP) -> None:
     """Raise unless joined ranks will shadow the step. Called on every rank."""
-    if ddp._join_config.enable and not (
-        zero.mode.join.enabled and ddp._join_config.is_first_joinable
-    ):
+    if ddp._join_config.enable and not (inside.join.enabled and ddp._join_config.is_first_joinable):
         raise RuntimeError(
             "joined ranks have to shadow DDP's reductions first and the optimizer's step second: "
             "use Join([ddp, zero])"

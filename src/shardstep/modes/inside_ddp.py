@@ -204,7 +204,7 @@ class BucketStepper:
     """
 
     def __init__(self, mode: InsideDDP) -> None:
-        self._mode = mode
+        self.mode = mode
         self._index_of: dict[torch.Tensor, int] = {}
         self._waiting: deque[_Reduction] = deque()
         self._stepping = False
@@ -216,8 +216,8 @@ class BucketStepper:
         """Take a bucket that is being reduced, and step those that are. Called on every rank."""
         if bucket.is_last():
             at_end_of_backward(self._finish)
-        if len(self._index_of) != len(self._mode.params):
-            self._index_of = {param: index for index, param in enumerate(self._mode.params)}
+        if len(self._index_of) != len(self.mode.params):
+            self._index_of = {param: index for index, param in enumerate(self.mode.params)}
         start = bucket.buffer().storage_offset()
         self._waiting.append(
             _Reduction(
@@ -231,7 +231,7 @@ class BucketStepper:
 
     def _step_next(self) -> None:
         """Step on the gradients of one bucket, and gather what is complete."""
-        mode = self._mode
+        mode = self.mode
         if not self._stepping:
             self._begin()
         reduction = self._waiting.popleft()
@@ -256,22 +256,22 @@ class BucketStepper:
         pipeline.send(grads, complete)
 
     def _begin(self) -> None:
-        self._mode.follow(stepping=True)
-        self._mode.pipeline.begin()
+        self.mode.follow(stepping=True)
+        self.mode.pipeline.begin()
         self._stepping = True
         self._counts_steps = False
         self._missing = [
-            {slot.param for slot in bucket.slots} for bucket in self._mode.plan.training_buckets
+            {slot.param for slot in bucket.slots} for bucket in self.mode.plan.training_buckets
         ]
 
     def _finish(self) -> None:
         while self._waiting:
             self._step_next()
         self._stepping = False
-        pipeline = self._mode.pipeline
+        pipeline = self.mode.pipeline
         pipeline.end()
         pipeline.send((), [number for number, missing in enumerate(self._missing) if missing])
-        self._mode.end_interleaved(self._counts_steps)
+        self.mode.end_interleaved(self._counts_steps)
 
 
 def _step_counters(optim: Optimizer) -> list[str]:

@@ -24,7 +24,7 @@ from shardstep.gradients.feeders import refuse_watched
 from shardstep.modes.base import Mode
 from shardstep.modes.join import JoinContext, announced, options_of, take_options
 from shardstep.params.inputs import parameters
-from shardstep.params.module_hook import UncopiedHook
+from shardstep.params.module_hook import UncopiedHook, remove_hooks, when_freed
 from shardstep.params.names import names_in
 from shardstep.params.sharded_params import ShardedParams
 
@@ -50,7 +50,6 @@ class ModuleMode(Mode):
         # Whether a forward pass may have changed the buffers of each rank in its own way.
         self._buffers_differ = False
         self._buffer_source = 0
-        self._handles: list[Any] = []
 
     # ------------------------------------------------------------------------------ construction
 
@@ -108,16 +107,16 @@ class ModuleMode(Mode):
 
     @override
     def attach(self) -> None:
-        self._handles = [
+        handles = [
             self._module.register_forward_pre_hook(UncopiedHook(self._before_forward)),
             self._module.register_forward_hook(UncopiedHook(self._after_forward)),
         ]
+        self._remove_hooks = when_freed(self, remove_hooks, handles)
 
     @override
     def detach(self) -> None:
         super().detach()
-        for handle in self._handles:
-            handle.remove()
+        self._remove_hooks()
 
     # ---------------------------------------------------------------------- forward and backward
 
@@ -143,7 +142,7 @@ class ModuleMode(Mode):
             # Not on a leaf, such as a parameter that the module returns: it outlives the pass and
             # would collect a hook at each one.
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(self._backward_starts)  # type: ignore[no-untyped-call]
+                tensor.register_hook(UncopiedHook(self._backward_starts))  # type: ignore[no-untyped-call]
 
     def _backward_starts(self, grad: torch.Tensor) -> None:
         self._reducer.expect_backward()
