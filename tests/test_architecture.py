@@ -36,6 +36,7 @@ ORDER = (
 OTHERS_PRIVATE = {
     "_exit",
     "_run_exitfuncs",
+    "_has_rebuilt_buckets",
     "_join_config",
     "_divide_by_initial_world_size",
     "_local_tensor",

@@ -189,6 +189,15 @@ def clear_first(setup: Setup) -> None:
         setup.opt.step()
 
 
+@scenario(gradient_as_bucket_view=True)
+def clear_between_forward_and_backward(setup: Setup) -> None:
+    for step in range(4):
+        loss = MLP_PROBLEM.loss(setup.model, step)
+        setup.opt.zero_grad()
+        loss.backward()
+        setup.opt.step()
+
+
 @scenario()
 def clear_through_the_module(setup: Setup) -> None:
     for step in range(5):
