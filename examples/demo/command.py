@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
+import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -17,46 +20,73 @@ from rich.table import Table
 from torch.multiprocessing.spawn import ProcessException
 
 from demo.gpt import GPTConfig
-from demo.record import EQUAL, DemoConfig, DemoRecord, RankRecord
-from demo.run import MODULE, RUNS, UNSHARDED, WARMUP_STEPS, StepDone, run_demo
+from demo.picture import draw
+from demo.record import EQUAL, DemoConfig, DemoRecord, RankRecord, Spread
+from demo.run import MODULE, RUNS, UNSHARDED, WARMUP_STEPS, RoundDone, run_demo
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 
+class Device(StrEnum):
+    """The devices to train on."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 @app.command()
 def demo(
-    ranks: Annotated[int, typer.Option(min=1, help="Local processes to train on.")] = 2,
-    steps: Annotated[int, typer.Option(min=WARMUP_STEPS + 1, help="Steps of each run.")] = 60,
+    device: Annotated[
+        Device, typer.Option(help="cuda: one rank per GPU, over NCCL. auto: cuda if there is any.")
+    ] = Device.auto,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Local processes to train on.", show_default="2, or the GPUs"),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=WARMUP_STEPS + 1, help="Steps of each run.")] = 42,
     seed: Annotated[
         int, typer.Option(min=0, max=2**32, help="Chooses the weights and the batches.")
     ] = 0,
     layers: Annotated[int, typer.Option(min=1, help="Transformer blocks of the model.")] = 4,
-    width: Annotated[int, typer.Option(min=4, help="Width of the model, a multiple of 4.")] = 128,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = 8,
+    width: Annotated[int, typer.Option(min=4, help="Width of the model, a multiple of 4.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = 4,
     json_path: Annotated[
         Path | None,
         typer.Option("--json", metavar="PATH", dir_okay=False, help="Also write the record here."),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", dir_okay=False, help="Draw loss curves and memory (needs matplotlib)."
+        ),
     ] = None,
 ) -> None:
     """Train a small GPT with DDP, sharded under DDP and sharded without DDP, and compare.
 
     All runs start from the same weights and see the same batches: bytes of Python's own
-    standard library. The comparison covers every loss, the final parameters, optimizer state,
-    traffic and time.
+    standard library. They take turns, a few steps at a time. The comparison covers every loss, the
+    final parameters, memory, traffic and time.
     """
     model = GPTConfig(n_layer=layers, n_embd=width)
     if width % model.n_head:
         raise typer.BadParameter(
             f"{width} is not a multiple of {model.n_head}", param_hint="--width"
         )
-    if json_path is not None and not json_path.parent.is_dir():
-        # Before the demo runs, so that no record is lost.
-        raise typer.BadParameter(f"there is no folder {json_path.parent}", param_hint="--json")
-    config = DemoConfig(model=model, ranks=ranks, steps=steps, seed=seed, batch_size=batch)
+    # Before the demo runs, so that no record is lost.
+    for option, path in (("--json", json_path), ("--picture", picture)):
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}", param_hint=option)
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("pip install matplotlib first", param_hint="--picture")
+    kind, ranks = _place(device, ranks)
+    config = DemoConfig(
+        model=model, ranks=ranks, steps=steps, seed=seed, batch_size=batch, device=kind
+    )
     console = Console()
     try:
         with demo_progress(console, steps) as show:
-            record = run_demo(config, on_step=show)
+            record = run_demo(config, on_round=show)
     except ProcessException as error:
         typer.echo(f"rank {error.error_index} failed: {error.msg.strip()}", err=True)
         raise typer.Exit(1) from None
@@ -65,11 +95,26 @@ def demo(
         console.print(line)
     if json_path is not None:
         json_path.write_text(json.dumps(record.as_dict(), indent=2) + "\n")
+    if picture is not None:
+        draw(record, picture)
+
+
+def _place(device: Device, ranks: int | None) -> tuple[str, int]:
+    """Return the device to train on, and the number of ranks."""
+    num_gpus = torch.cuda.device_count()
+    if device is Device.cpu or (device is Device.auto and not num_gpus):
+        return "cpu", ranks or 2
+    if (ranks or 1) > num_gpus:
+        raise typer.BadParameter(
+            f"{ranks or 1} ranks need as many GPUs, and there are {num_gpus}; try --device cpu",
+            param_hint="--ranks" if ranks else "--device",
+        )
+    return "cuda", ranks or num_gpus
 
 
 @contextmanager
-def demo_progress(console: Console, num_steps: int) -> Iterator[Callable[[StepDone], None]]:
-    """Yield a function to call after each step; each run has a bar, or one line in a log."""
+def demo_progress(console: Console, num_steps: int) -> Iterator[Callable[[RoundDone], None]]:
+    """Yield a function to call after each round; each run has a bar, or one line in a log."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -79,13 +124,9 @@ def demo_progress(console: Console, num_steps: int) -> Iterator[Callable[[StepDo
         console=console,
         disable=not console.is_terminal,
     ) as bars:
-        tasks = {
-            run: bars.add_task(run, total=num_steps, start=False, loss="  -  ") for run in RUNS
-        }
+        tasks = {run: bars.add_task(run, total=num_steps, loss="  -  ") for run in RUNS}
 
-        def show(done: StepDone) -> None:
-            if done.step == 1:
-                bars.start_task(tasks[done.run])
+        def show(done: RoundDone) -> None:
             bars.update(tasks[done.run], completed=done.step, loss=f"{done.loss:.3f}")
             if done.step == num_steps and not console.is_terminal:
                 console.print(f"{done.run}: {done.step} steps, loss {done.loss:.3f} on rank 0")
@@ -94,42 +135,41 @@ def demo_progress(console: Console, num_steps: int) -> Iterator[Callable[[StepDo
 
 
 def demo_table(record: DemoRecord) -> Table:
-    """Lay out the runs side by side, with their ratios to the unsharded run."""
+    """Lay out the runs, one per row, with their ratios to the unsharded run."""
     config = record.config
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"GPT with {record.num_parameters:,} parameters, {config.ranks} ranks, "
-        f"{config.steps} steps, torch {record.torch_version}",
+        title=f"GPT with {record.num_parameters:,} parameters, {config.ranks} ranks on "
+        f"{config.device}, {config.steps} steps, torch {record.torch_version}",
+        caption="MB on the rank with most; ms: median of rounds, least to most",
         title_justify="left",
+        caption_justify="left",
     )
     table.add_column("")
-    for run in record.runs:
-        table.add_column(_heading(run).replace(", ", ",\n"), justify="right")
-        if run != UNSHARDED:
-            table.add_column("\nratio", justify="right")
-
-    def row(
-        name: str, measure: Callable[[list[RankRecord]], float | None], form: str, unit: str
-    ) -> None:
-        unsharded = measure(record.runs[UNSHARDED])
-        cells = []
-        for run, ranks in record.runs.items():
-            value = measure(ranks)
-            cells.append("unknown" if value is None else f"{value:{form}} {unit}".rstrip())
-            if run != UNSHARDED:
-                cells.append(f"{value / unsharded:.2f}" if value is not None and unsharded else "")
-        table.add_row(name, *cells)
-
-    def sent_megabytes(ranks: list[RankRecord]) -> float | None:
-        sent = [rank.sent_nbytes_per_step for rank in ranks if rank.sent_nbytes_per_step]
-        return fmean(sent) / 1e6 if len(sent) == len(ranks) else None
-
-    row("final loss, mean", lambda ranks: fmean(r.losses[-1] for r in ranks), ".6f", "")
-    for rank in range(config.ranks):
-        row(f"state, rank {rank}", lambda rs, r=rank: rs[r].state_nbytes / 1e6, ".3f", "MB")  # type: ignore[misc]
-    row("sent per step", sent_megabytes, ".3f", "MB")
-    row("time per step", lambda ranks: max(rank.ms_per_step for rank in ranks), ".1f", "ms")
+    for heading in ("loss", "gradients\nMB", "state\nMB", "sent\nMB/step", "time\nms/step"):
+        table.add_column(heading, justify="right")
+    table.add_column("time\n× DDP", justify="right")
+    for run, ranks in record.runs.items():
+        table.add_row(
+            _heading(run),
+            f"{record.losses(run)[-1]:.6f}",
+            f"{max(rank.gradient_nbytes for rank in ranks) / 1e6:.1f}",
+            f"{max(rank.state_nbytes for rank in ranks) / 1e6:.1f}",
+            _sent(ranks),
+            _spread(record.ms_per_step(run), ".0f"),
+            _spread(record.time_ratio(run), ".2f") if run != UNSHARDED else "1",
+        )
     return table
+
+
+def _sent(ranks: list[RankRecord]) -> str:
+    sent = [rank.sent_nbytes_per_step for rank in ranks if rank.sent_nbytes_per_step is not None]
+    return f"{fmean(sent) / 1e6:.1f}" if len(sent) == len(ranks) else "unknown"
+
+
+def _spread(spread: Spread, form: str) -> str:
+    middle, least, most = (format(value, form) for value in spread)
+    return f"{middle}\n{least}–{most}"
 
 
 def verdict_lines(record: DemoRecord) -> list[str]:
@@ -150,5 +190,5 @@ def verdict_lines(record: DemoRecord) -> list[str]:
 
 def _heading(run: str) -> str:
     if run == UNSHARDED:
-        return "AdamW\nunder DDP"
-    return "sharded, module=" if run == MODULE else "sharded, under DDP"
+        return "AdamW, DDP"
+    return "sharded, module=" if run == MODULE else "sharded, DDP"

@@ -1,4 +1,8 @@
-"""Train the GPT on local ranks: with DDP, sharded under DDP, and sharded without DDP."""
+"""Train the GPT on local ranks: with DDP, sharded under DDP, and sharded without DDP.
+
+The three trainings take turns in the same processes, a few steps at a time. What slows the machine
+down for a while slows all of them down, and their ratio stays.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,18 @@ import hashlib
 import multiprocessing
 import os
 import socket
-import statistics
 import struct
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
@@ -34,11 +38,15 @@ MODULE = "ZeroRedundancyOptimizer(AdamW, module=model)"
 RUNS = (UNSHARDED, DROP_IN, MODULE)
 
 WARMUP_STEPS = 2
-"""Steps that are not measured: DDP rebuilds its buckets and the optimizer allocates its state."""
+"""Steps of the first round, whose time does not count: DDP rebuilds its buckets in it, and the
+optimizer allocates its state."""
+
+ROUND_STEPS = 5
+"""About as many steps a training takes before it is another one's turn."""
 
 
-class StepDone(NamedTuple):
-    """Step number `step`, from 1, of the run named `run` is done on rank 0."""
+class RoundDone(NamedTuple):
+    """The run named `run` has done `step` steps on rank 0, the last one with `loss`."""
 
     run: str
     step: int
@@ -52,7 +60,7 @@ class _RunDone(NamedTuple):
 
 
 def run_demo(
-    config: DemoConfig, on_step: Callable[[StepDone], None] = lambda _: None
+    config: DemoConfig, on_round: Callable[[RoundDone], None] = lambda _: None
 ) -> DemoRecord:
     """Train the same model on the same batches in each way, on spawned ranks.
 
@@ -60,7 +68,7 @@ def run_demo(
 
     Args:
         config: the model and the training.
-        on_step: called in this process after each of rank 0's steps.
+        on_round: called in this process after each of rank 0's rounds.
 
     Raises:
         torch.multiprocessing.spawn.ProcessException: if a rank raises or dies.
@@ -77,8 +85,8 @@ def run_demo(
                 ended = spawned.join(timeout=0.05)
                 while not messages.empty():
                     message = messages.get()
-                    if isinstance(message, StepDone):
-                        on_step(message)
+                    if isinstance(message, RoundDone):
+                        on_round(message)
                     else:
                         runs[message.run][message.rank] = message.record
         finally:
@@ -91,88 +99,169 @@ def run_demo(
     return DemoRecord(config, num_parameters, torch.__version__, by_rank)
 
 
+def rounds(num_steps: int) -> list[range]:
+    """Divide the steps after the warm-up into rounds of about `ROUND_STEPS`.
+
+    Example:
+        >>> rounds(14)
+        [range(0, 2), range(2, 8), range(8, 14)]
+    """
+    left = num_steps - WARMUP_STEPS
+    count = max(1, round(left / ROUND_STEPS))
+    starts = [0, *(WARMUP_STEPS + left * number // count for number in range(count)), num_steps]
+    return [range(*pair) for pair in pairwise(starts)]
+
+
 def _rank_main(rank: int, config: DemoConfig, folder: str, messages: Any) -> None:
     torch.set_num_threads(1)
-    # Otherwise Gloo binds to the address of the host's name.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        # Otherwise the same training run twice differs in its last bits.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+    else:
+        # Otherwise Gloo binds to the address of the host's name.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     dist.init_process_group(
-        "gloo",
+        "nccl" if device.type == "cuda" else "gloo",
         # Unlike a port, no other program can take a file in our folder.
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=config.ranks,
         timeout=timedelta(seconds=60),
+        device_id=device if device.type == "cuda" else None,
     )
-    for run in RUNS:
-        messages.put(_RunDone(run, rank, _train(rank, config, run, messages)))
+    trainings = [_Training(run, rank, config, device) for run in RUNS]
+    for number, steps in enumerate(rounds(config.steps)):
+        first = number % len(trainings)  # nobody is always the one after the same other
+        for training in trainings[first:] + trainings[:first]:
+            training.train(steps)
+            if rank == 0:
+                messages.put(RoundDone(training.run, steps.stop, training.losses[-1]))
+    for training in trainings:
+        messages.put(_RunDone(training.run, rank, training.record()))
     dist.destroy_process_group()
 
 
-def _train(rank: int, config: DemoConfig, run: str, messages: Any) -> RankRecord:
-    torch.manual_seed(config.seed)
-    model = GPT(config.model)
-    trained: nn.Module = model if run == MODULE else DistributedDataParallel(model)
-    options: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": 0.1}
-    optimizer: Optimizer
-    if run == UNSHARDED:
-        optimizer = AdamW(model.parameters(), **options)
-    elif run == DROP_IN:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, **options)
-    else:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, module=model, **options)
+class _Training:
+    """One model with its optimizer, on one rank."""
 
-    text = stdlib_source()
-    losses: list[float] = []
-    seconds: list[float] = []
-    sent_before: int | None = None
-    for step in range(config.steps):
-        if step == WARMUP_STEPS:
-            sent_before = _sent_nbytes(model)
-        inputs, targets = make_batch(
-            text, config.batch_size, config.model.block_size, seed=config.seed, step=step, rank=rank
-        )
+    def __init__(self, run: str, rank: int, config: DemoConfig, device: torch.device) -> None:
+        self.run, self.rank, self.config, self.device = run, rank, config, device
+        self.text = stdlib_source()
+        torch.manual_seed(config.seed)
+        self.model = GPT(config.model).to(device)
+        self.trained: nn.Module = self.model
+        if run != MODULE:
+            self.trained = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        options: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": 0.1}
+        parameters = self.model.parameters()
+        self.optimizer: Optimizer
+        if run == UNSHARDED:
+            self.optimizer = AdamW(parameters, **options)
+        elif run == DROP_IN:
+            self.optimizer = ZeroRedundancyOptimizer(parameters, AdamW, **options)
+        else:
+            self.optimizer = ZeroRedundancyOptimizer(
+                parameters, AdamW, module=self.model, **options
+            )
+        self.losses: list[float] = []
+        self.ms_per_step: list[float] = []
+        self.sent: list[int | None] = []
+        self.gradient_nbytes = 0
+
+    def train(self, steps: range) -> None:
+        """Take these steps, and wait until nothing is in flight. Called on every rank."""
+        batches = [self._batch(step) for step in steps]
+        sent_before = self._wait_until_idle()
         start = time.perf_counter()
-        _, loss = trained(inputs, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - start)
-        losses.append(loss.item())
-        if rank == 0:
-            messages.put(StepDone(run, step + 1, losses[-1]))
-    sent_after = _sent_nbytes(model)
+        losses = [self._step(inputs, targets) for inputs, targets in batches]
+        self._wait_for_gathers()
+        seconds = time.perf_counter() - start
+        sent_after = self._wait_until_idle()
+        self.losses += [loss.item() for loss in losses]
+        if steps.start > 0:
+            self.ms_per_step.append(1e3 * seconds / len(steps))
+            unknown = sent_before is None or sent_after is None
+            self.sent.append(None if unknown else sent_after - sent_before)  # type: ignore[operator]
 
-    sent_per_step: float | None = None
-    if sent_before is not None and sent_after is not None:
-        sent_per_step = (sent_after - sent_before) / (config.steps - WARMUP_STEPS)
-    state = [value for each in optimizer.state.values() for value in each.values()]
-    return RankRecord(
-        losses=tuple(losses),
-        digest=_digest(model),
-        state_nbytes=sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
-        sent_nbytes_per_step=sent_per_step,
-        ms_per_step=1e3 * statistics.median(seconds[WARMUP_STEPS:]),
-    )
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        config = self.config
+        inputs, targets = make_batch(
+            self.text,
+            config.batch_size,
+            config.model.block_size,
+            seed=config.seed,
+            step=step,
+            rank=self.rank,
+        )
+        return inputs.to(self.device), targets.to(self.device)
+
+    def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor
+        _, loss = self.trained(inputs, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if not self.losses:
+            self.gradient_nbytes = _gradient_nbytes(self.model, self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def _wait_for_gathers(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.detach()  # waits for a gather in flight
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _wait_until_idle(self) -> int | None:
+        """Wait until all ranks have sent all of their steps, and return the bytes sent so far."""
+        self._wait_for_gathers()
+        dist.barrier()
+        return None if self.device.type == "cuda" else _sent_nbytes()
+
+    def record(self) -> RankRecord:
+        """Return the measurements."""
+        state = [value for each in self.optimizer.state.values() for value in each.values()]
+        sent = [nbytes for nbytes in self.sent if nbytes is not None]
+        known = len(sent) == len(self.sent)
+        return RankRecord(
+            losses=tuple(self.losses),
+            digest=_digest(self.model),
+            state_nbytes=sum(value.nbytes for value in state if isinstance(value, Tensor)),
+            gradient_nbytes=self.gradient_nbytes,
+            sent_nbytes_per_step=sum(sent) / (len(self.losses) - WARMUP_STEPS) if known else None,
+            ms_per_step=tuple(self.ms_per_step),
+        )
+
+
+def _gradient_nbytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """Return the memory of all gradients; call it between backward and step."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        sharded = optimizer.report().gradient_nbytes
+        if sharded:
+            return sharded
+    storages = [p.grad.untyped_storage() for p in model.parameters() if p.grad is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        values = parameter.detach().contiguous()
+        values = parameter.detach().cpu().contiguous()
         # numpy, with a quicker way to a tensor's bytes, is no dependency.
         digest.update(ctypes.string_at(values.data_ptr(), values.nbytes))
     return digest.hexdigest()
 
 
-def _sent_nbytes(model: nn.Module) -> int | None:
+def _sent_nbytes() -> int | None:
     """Return the bytes that this process's open TCP connections have sent; None if not Linux.
 
-    Unlike the counters of an interface, those of a connection leave out other programs. Called on
-    every rank, which first waits until all ranks have sent what the steps so far had to send.
+    Unlike the counters of an interface, those of a connection leave out other programs.
     """
-    for parameter in model.parameters():
-        parameter.detach()  # waits for a gather in flight
-    dist.barrier()
     if sys.platform != "linux":
         return None
     offset_of_bytes_sent = 200  # of tcpi_bytes_sent in struct tcp_info, linux/tcp.h

@@ -21,7 +21,7 @@ import shardstep
 from demo.command import demo_progress, demo_table, verdict_lines
 from demo.gpt import GPT, GPT_17M, GPTConfig
 from demo.record import EQUAL, DemoConfig, DemoRecord, RankRecord
-from demo.run import DROP_IN, MODULE, RUNS, UNSHARDED, StepDone, run_demo
+from demo.run import DROP_IN, MODULE, RUNS, UNSHARDED, RoundDone, rounds, run_demo
 from demo.text import make_batch, stdlib_source
 from shardstep.cli import main
 from shardstep.cli.app import app
@@ -90,11 +90,13 @@ def test_the_benchmark_model_has_17_4_million_parameters() -> None:
 def test_the_demo_ends_with_equal_numbers_and_a_complete_record(tmp_path: Path) -> None:
     path = tmp_path / "demo.json"
     size = ["--steps", "3", "--layers", "1", "--width", "32", "--batch", "2"]
-    result = CliRunner().invoke(app, ["demo", *size, "--json", str(path)])
+    where = ["--json", str(path), "--picture", str(tmp_path / "demo.png")]
+    result = CliRunner().invoke(app, ["demo", "--device", "cpu", *size, *where])
     assert result.exit_code == 0, result.output
     assert EQUAL in result.output
     assert result.output.count("3 steps, loss") == 3, "one line per run outside a terminal"
 
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
     record = json.loads(path.read_text())
     assert record["verdicts"] == dict.fromkeys(RUNS, EQUAL)
     assert record["config"]["steps"] == 3
@@ -103,7 +105,8 @@ def test_the_demo_ends_with_equal_numbers_and_a_complete_record(tmp_path: Path) 
     for name, ranks in record["runs"].items():
         assert len(ranks) == 2
         for rank in ranks:
-            assert rank["ms_per_step"] > 0
+            assert [ms > 0 for ms in rank["ms_per_step"]] == [True], "one round after the warm-up"
+            assert rank["gradient_nbytes"] >= 4 * record["num_parameters"] / 2
             assert len(rank["losses"]) == 3
             assert len(rank["digest"]) == 64
             if sys.platform == "linux":
@@ -153,7 +156,7 @@ def test_a_failing_rank_shows_its_traceback_and_ends_the_demo(
 @pytest.mark.usefixtures("no_other_children")
 @pytest.mark.parametrize("how", ["interrupt", "kill"])
 def test_no_rank_is_left_behind_after_an_interrupt_or_a_death(how: str) -> None:
-    def act(done: StepDone) -> None:
+    def act(done: RoundDone) -> None:
         if how == "interrupt":
             raise KeyboardInterrupt
         for process in multiprocessing.active_children():
@@ -161,12 +164,12 @@ def test_no_rank_is_left_behind_after_an_interrupt_or_a_death(how: str) -> None:
 
     expected = KeyboardInterrupt if how == "interrupt" else ProcessException
     with pytest.raises(expected, match=None if how == "interrupt" else "process 0.*SIGKILL"):
-        run_demo(DemoConfig(model=TINY, ranks=1), on_step=act)
+        run_demo(DemoConfig(model=TINY, ranks=1), on_round=act)
     assert not multiprocessing.active_children()
 
 
 def rank_record(losses: tuple[float, ...] = (3.0, 2.0, 1.0), digest: str = "a") -> RankRecord:
-    return RankRecord(losses, digest, 800, sent_nbytes_per_step=None, ms_per_step=1.0)
+    return RankRecord(losses, digest, 800, 400, sent_nbytes_per_step=None, ms_per_step=(2.0, 1.0))
 
 
 def demo_record(**drop_in: Any) -> DemoRecord:
@@ -190,6 +193,15 @@ def test_the_verdict_names_the_first_difference(drop_in: dict[str, Any], verdict
     assert record.verdict(MODULE) == EQUAL
 
 
+def test_times_are_compared_round_by_round() -> None:
+    record = demo_record()
+    record.runs[MODULE][0] = dataclasses.replace(rank_record(), ms_per_step=(1.0, 3.0))
+    assert record.ms_per_step(MODULE) == (2.5, 2.0, 3.0)  # the slower rank of each round
+    assert record.time_ratio(MODULE) == (2.0, 1.0, 3.0)
+    assert [len(each) for each in rounds(42)] == [2, 5, 5, 5, 5, 5, 5, 5, 5]
+    assert [len(each) for each in rounds(3)] == [2, 1]
+
+
 def test_a_table_fits_80_columns_and_says_what_is_unknown() -> None:
     out = io.StringIO()
     console = Console(file=out, width=80)
@@ -208,7 +220,7 @@ def test_bars_are_drawn_in_a_terminal_only(terminal: bool) -> None:
     with demo_progress(Console(file=out, force_terminal=terminal, width=100), 3) as show:
         for run in RUNS:
             for step in (1, 2, 3):
-                show(StepDone(run, step, loss=1.25))
+                show(RoundDone(run, step, loss=1.25))
     assert ("━" in out.getvalue()) == terminal
     assert "loss 1.250" in out.getvalue()
     if not terminal:
@@ -236,6 +248,7 @@ def test_help_and_version_read_well() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (["--device", "cuda", "--ranks", "1000"], "--device cpu"),
         (["--width", "30"], "multiple"),
         (["--layers", "0"], "equal to 1"),
         (["--ranks", "0"], "equal to 1"),
@@ -243,6 +256,7 @@ def test_help_and_version_read_well() -> None:
         (["--steps", "2"], "equal to 3"),
         (["--seed", str(10**30)], "equal to 4294967296"),
         (["--json", "missing/record.json"], "there is no folder"),
+        (["--picture", "missing/demo.png"], "there is no folder"),
     ],
 )
 def test_a_bad_option_is_explained_before_the_demo_runs(options: list[str], said: str) -> None:
