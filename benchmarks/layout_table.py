@@ -1,6 +1,6 @@
 """What a plan costs against the ideal, for known models, on paper: the table in docs/layouts.md.
 
-    PYTHONPATH=tests:. python benchmarks/layout_table.py
+    python benchmarks/layout_table.py
 
 For each model, number of ranks and way to lay it out: the rank that holds most, the rank that
 computes most and the rank that sends most, each over the mean of all ranks, or over the ideal.
@@ -12,7 +12,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from shardstep.layouts.cost import newton_schulz
-from shardstep.plan import ParamSpec, ShardPlan, share
+from shardstep.plan import ParamSpec, ShardPlan, shares
+from shardstep.plan.models import model
 
 OUTSIDE = ("wte", "wpe", "embed_tokens", "lm_head")
 HEAD = (
@@ -53,8 +54,8 @@ WAYS: dict[str, Callable[[Sequence[ParamSpec]], list[ParamSpec]]] = {
 def row(name: str, specs: Sequence[ParamSpec], world_size: int, way: str) -> str:
     """One line of the table."""
     plan = ShardPlan.make(WAYS[way](specs), world_size)
-    shares = [share(plan, rank) for rank in range(world_size)]
-    mean = sum(each.nbytes for each in shares) / world_size
+    each = shares(plan)
+    mean = sum(one.nbytes for one in each) / world_size
     ideal = mean * (world_size - 1)
     work = [0] * world_size
     for rank in range(world_size):
@@ -63,17 +64,15 @@ def row(name: str, specs: Sequence[ParamSpec], world_size: int, way: str) -> str
             work[rank] += newton_schulz(spec.shape, 5) if is_inner(spec) else 0
     muon = f"{max(work) * world_size / sum(work):.2f}" if way.startswith("mixed") else ""
     return (
-        f"| {name} | {world_size} | {way} | {max(s.nbytes for s in shares) / mean:.2f} | {muon} | "
-        f"{max(s.reduce_nbytes_sent for s in shares) / ideal:.2f} | "
-        f"{max(s.gather_nbytes_sent for s in shares) / ideal:.2f} |"
+        f"| {name} | {world_size} | {way} | {max(s.nbytes for s in each) / mean:.2f} | {muon} | "
+        f"{max(s.reduce_nbytes_sent for s in each) / ideal:.2f} | "
+        f"{max(s.gather_nbytes_sent for s in each) / ideal:.2f} |"
     )
 
 
 def table() -> str:
     """The whole table."""
-    from shapes import gpt2_124m, llama3_8b
-
-    models = {"GPT-2 124M": gpt2_124m(), "Llama-3 8B": llama3_8b()}
+    models = {"GPT-2 124M": model("gpt2-124m"), "Llama-3 8B": model("llama3-8b")}
     rows = [
         row(name, specs, world_size, way)
         for name, specs in models.items()

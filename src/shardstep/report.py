@@ -6,10 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
-
+from shardstep.layouts.state_size import tensor_nbytes
 from shardstep.plan import ShardPlan, share
 from shardstep.precision import MixedPrecision
 
@@ -77,7 +74,7 @@ def make_report(
 
     `reducing` has the dtypes in which this optimizer reduces gradients; None if it does not.
     """
-    own = share(plan, rank, *([reducing.wire_dtype] if reducing else []))
+    own = share(plan, rank, reducing)
     return Report(
         rank=rank,
         plan=plan,
@@ -86,22 +83,10 @@ def make_report(
         owned_nbytes=own.nbytes,
         gradient_nbytes=gradient_nbytes,
         master_nbytes=master_nbytes,
-        state_nbytes=_tensor_nbytes(list(states)),
+        state_nbytes=tensor_nbytes(list(states)),
         reduce_nbytes=own.reduce_nbytes_sent if reducing else 0,
         gather_nbytes=own.gather_nbytes_sent,
     )
-
-
-def _tensor_nbytes(value: Any) -> int:
-    """Return the bytes of the tensors in a state of any structure."""
-    nbytes = 0
-    for leaf in tree_leaves(value):
-        if is_traceable_wrapper_subclass(leaf):
-            names, _ = leaf.__tensor_flatten__()
-            nbytes += _tensor_nbytes([getattr(leaf, name) for name in names])
-        elif isinstance(leaf, torch.Tensor):
-            nbytes += leaf.nbytes
-    return nbytes
 
 
 def _mb(nbytes: float) -> str:

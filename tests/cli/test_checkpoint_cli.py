@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 from shardstep import ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
 from shardstep.cli.app import app
-from shardstep.cli.checkpoint import byte_progress
-from shardstep.cli.checkpoint_tables import printable
+from shardstep.cli.errors import byte_progress, printable
 
 
 def shardstep(*args: object) -> Any:
@@ -281,7 +280,9 @@ def test_what_is_left_out_of_an_import_is_said(path: Path, tmp_path: Path) -> No
 def test_stages_are_bars_in_a_terminal_and_nothing_in_a_log() -> None:
     for terminal in (True, False):
         text = io.StringIO()
-        with byte_progress(Console(file=text, force_terminal=terminal, width=100)) as stages:
+        with byte_progress(
+            Console(file=text, force_terminal=terminal, width=100), "reading"
+        ) as stages:
             advance = stages("checking", 2000)
             advance(1500)
             advance(500)

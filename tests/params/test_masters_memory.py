@@ -14,7 +14,7 @@ from ranks import run_ranks
 from sixteen_bits import AT_RANDOM, MASTERS, give_gradients, loss_of, train_on, zero_of
 
 from shardstep import MixedPrecision
-from shardstep.gradients.lanes import POOL
+from shardstep.plan import POOL
 
 
 def _held() -> int:

@@ -9,6 +9,7 @@ import typer
 from shardstep import __version__
 from shardstep.cli.checkpoint import app as checkpoint_app
 from shardstep.cli.demo import demo
+from shardstep.cli.plan import plan
 
 app = typer.Typer(
     name="shardstep",
@@ -21,6 +22,7 @@ app = typer.Typer(
 # The demo reads its options itself.
 unread = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command(context_settings=unread)(demo)
+app.command()(plan)
 app.add_typer(checkpoint_app, name="checkpoint")
 
 

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal as show_nbytes
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
 
 from shardstep import checkpoint as ckpt
-from shardstep.checkpoint.files import Progress as OnBytes
-from shardstep.checkpoint.files import Stages
-from shardstep.cli.checkpoint_tables import listing_report, printable, summary_report
+from shardstep.cli.checkpoint_tables import listing_report, summary_report
+from shardstep.cli.errors import printable, reporting
+from shardstep.cli.units import parse_nbytes
 
 app = typer.Typer(
     help="Inspect, verify, reshard, export and import checkpoints.",
@@ -38,21 +26,6 @@ Source = Annotated[Path, typer.Argument(metavar="PATH", help="The checkpoint.")]
 NoVerify = Annotated[
     bool, typer.Option("--no-verify", help="Do not compare files with their digests first.")
 ]
-
-
-def _parse_nbytes(text: str) -> int:
-    """Return the number of bytes that a text such as `5GB`, `500MB` or `2 GiB` means."""
-    match = re.fullmatch(r"([\d.]+)\s*(?:([KMGT])(I?))?B?", text.strip().upper())
-    try:
-        number, letter, binary = match.groups() if match else ("", None, None)
-        nbytes = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(letter or " "))
-    except (ValueError, OverflowError):
-        nbytes = 0
-    if nbytes < 1:
-        raise typer.BadParameter(
-            f"{text!r} is not a number of bytes such as 5GB", param_hint="--max-shard-size"
-        )
-    return nbytes
 
 
 class Layout(StrEnum):
@@ -68,39 +41,6 @@ class Form(StrEnum):
     torch = "torch"
     torch_named = "torch-named"
     safetensors = "safetensors"
-
-
-@contextmanager
-def byte_progress(console: Console) -> Iterator[Stages]:
-    """Yield a function that adds a bar, given a word and a number of bytes."""
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
-    quiet = not console.is_terminal
-    with Progress(
-        TextColumn("{task.description:>8}"), *columns, console=console, disable=quiet
-    ) as bars:
-
-        def add_bar(stage: str, nbytes: int) -> OnBytes:
-            task = bars.add_task(stage, total=nbytes)
-            return lambda done: bars.advance(task, done)
-
-        yield add_bar
-
-
-@contextmanager
-def _reporting() -> Iterator[Stages]:
-    """Show progress and warnings on stderr; on an error, print one line there and exit with 1."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        try:
-            with byte_progress(Console(stderr=True)) as stages:
-                yield stages
-        except (ckpt.CheckpointError, OSError, ValueError, RuntimeError, MemoryError) as error:
-            said = printable(" ".join(str(error).split())) or type(error).__name__
-            typer.echo(f"error: {said}", err=True)
-            raise typer.Exit(1) from None
-    for warning in caught:
-        if issubclass(warning.category, UserWarning):
-            typer.echo(f"note: {printable(warning.message)}", err=True)
 
 
 @app.command()
@@ -120,7 +60,7 @@ def inspect(
     Reads no tensors, and takes no longer for large checkpoints. Exits with 1 if a file is missing,
     or its length or header is wrong; `verify` compares digests too.
     """
-    with _reporting():
+    with reporting():
         if ckpt.is_checkpoint(path):
             said = ckpt.summary(path, tensors=tensors)
             report = summary_report(said)
@@ -142,7 +82,7 @@ def verify(path: Source) -> None:
     Compares every file with its digest, and finds every chunk of every tensor in its file, without
     gaps or overlaps. If something is wrong, names the file and exits with 1.
     """
-    with _reporting() as stages:
+    with reporting() as stages:
         nbytes, num_tensors = ckpt.verify(path, stages=stages)
     typer.echo(f"OK: {printable(path)} is complete, {num_tensors:,} tensors, {show_nbytes(nbytes)}")
 
@@ -168,7 +108,7 @@ def reshard(
     beyond the lists of tensors, whatever the size. The result counts as saved now: in a folder with
     others it is the newest.
     """
-    with _reporting() as stages:
+    with reporting() as stages:
         made = ckpt.reshard(
             path,
             out,
@@ -195,7 +135,12 @@ def export(
         bool, typer.Option("--optimizer-only", help="The optimizer's state dict alone.")
     ] = False,
     max_shard_size: Annotated[
-        str, typer.Option(help="For safetensors: the largest size of a file.")
+        Any,
+        typer.Option(
+            parser=parse_nbytes,
+            metavar="BYTES",
+            help="For safetensors: the largest size of a file.",
+        ),
     ] = "5GB",
     no_verify: NoVerify = False,
 ) -> None:
@@ -215,14 +160,13 @@ def export(
     """
     if model_only and optimizer_only:
         raise typer.BadParameter("--model-only and --optimizer-only exclude each other")
-    nbytes = _parse_nbytes(max_shard_size)
-    with _reporting() as stages:
+    with reporting() as stages:
         made = ckpt.export(
             path,
             out,
             to.value,
             part="model" if model_only else "optimizer" if optimizer_only else "all",
-            max_shard_nbytes=nbytes,
+            max_shard_nbytes=max_shard_size,
             verify=not no_verify,
             stages=stages,
         )
@@ -269,7 +213,7 @@ def import_(
     Nothing is unpickled but tensors and plain values. Prefixes of wrappers (`module.`,
     `_orig_mod.`) are removed from names. Without names, `load` matches parameters by position.
     """
-    with _reporting() as stages:
+    with reporting() as stages:
         made = ckpt.import_file(
             file,
             out,

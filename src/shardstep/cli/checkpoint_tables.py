@@ -15,16 +15,10 @@ from rich.filesize import decimal as show_nbytes
 from rich.table import Table
 from rich.text import Text
 
+from shardstep.cli.errors import printable
+
 MAX_NAMES = 5
 MAX_WIDTH = 60
-
-
-def printable(value: Any) -> str:
-    """Return a value as text without characters that control a terminal."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode()
-        for char in str(value)
-    )
 
 
 def summary_report(said: Mapping[str, Any]) -> RenderableType:

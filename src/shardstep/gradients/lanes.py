@@ -12,12 +12,8 @@ from shardstep.comm import Comm, Work
 from shardstep.gradients.feeders import Feeder
 from shardstep.gradients.used import UsedParams
 from shardstep.params.sharded_params import ShardedParams
-from shardstep.plan import Bucket, Interval, Piece, ShardPlan
+from shardstep.plan import POOL, Bucket, Interval, Piece, ShardPlan, pool_sizes
 from shardstep.precision import MixedPrecision
-
-POOL = 4
-"""Number of buckets in flight at once. A full pool holds backward up until the oldest arrives:
-that bounds the memory and keeps the wire busy."""
 
 
 @dataclass(slots=True)
@@ -179,25 +175,21 @@ def _make_lanes(
     """Return a lane per training bucket, in the order in which backward fills them."""
     order = list(reversed(plan.training_buckets))
     devices = [params[bucket.slots[0].param].device for bucket in order]
-    wires = [precision.wire_dtype(bucket.dtype) for bucket in order]
-    sizes = [b.numel * wire.itemsize for b, wire in zip(order, wires, strict=True)]
     # Every POOL-th bucket of a device shares a buffer, which is as long as its longest.
-    largest: dict[tuple[torch.device, int], int] = {}
-    for number, (device, nbytes) in enumerate(zip(devices, sizes, strict=True)):
-        place = (device, number % POOL)
-        largest[place] = max(largest.get(place, 0), nbytes)
-    pool: dict[tuple[torch.device, int], torch.Tensor] = {}
+    sizes = pool_sizes(plan, precision)
+    pool: dict[tuple[str, int], torch.Tensor] = {}
     lanes: list[Lane] = []
     for number, (bucket, device) in enumerate(zip(order, devices, strict=True)):
-        place = (device, number % POOL)
+        place = (bucket.device, number % POOL)
         numel = bucket.segment(group_rank).numel
         shard = torch.zeros(numel, dtype=precision.step_dtype(bucket.dtype), device=device)
         if plan.world_size == 1:
             buffer = shard  # nothing travels: gradients are packed where they are kept
         else:
             if place not in pool:
-                pool[place] = torch.zeros(largest[place], dtype=torch.uint8, device=device)
-            buffer = pool[place][: sizes[number]].view(wires[number])
+                pool[place] = torch.zeros(sizes[place], dtype=torch.uint8, device=device)
+            wire = precision.wire_dtype(bucket.dtype)
+            buffer = pool[place][: bucket.numel * wire.itemsize].view(wire)
         members = [slot.param for slot in bucket.slots]
         lanes.append(Lane(bucket, members, buffer, _param_views(plan, bucket, buffer), shard))
     return lanes

@@ -1,7 +1,7 @@
 """The placement of parameters on ranks: integers and dtypes, no tensors, no process group."""
 
 from shardstep.plan.box import Box, boxes, overlap
-from shardstep.plan.estimate import Share, share
+from shardstep.plan.estimate import POOL, Share, StateSize, pool_sizes, share, shares
 from shardstep.plan.interval import Interval
 from shardstep.plan.placement import ALIGNMENT, Bucket, Piece, Slot
 from shardstep.plan.plan import ShardPlan
@@ -10,6 +10,7 @@ from shardstep.plan.transfer import Copy, Holding, transfers
 
 __all__ = [
     "ALIGNMENT",
+    "POOL",
     "Box",
     "Bucket",
     "Copy",
@@ -21,9 +22,12 @@ __all__ = [
     "ShardPlan",
     "Share",
     "Slot",
+    "StateSize",
     "boxes",
     "contiguous",
     "overlap",
+    "pool_sizes",
     "share",
+    "shares",
     "transfers",
 ]

@@ -1,38 +1,169 @@
-"""The cost of a plan: bytes held and sent per rank."""
+"""The cost of a plan: bytes held and sent by every rank, without a loop over ranks and buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 
+from shardstep.plan.placement import Bucket, aligned
 from shardstep.plan.plan import ShardPlan
+
+POOL = 4
+"""Number of gradient buckets in flight at once. A full pool holds backward up until the oldest
+arrives: that bounds the memory and keeps the wire busy."""
+
+
+class DtypePolicy(Protocol):
+    """The dtypes in which a parameter is stepped on, and in which its gradients travel."""
+
+    def step_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the optimizer steps on a parameter of `dtype`."""
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype on the wire for gradients of a parameter of `dtype`."""
+
+
+class SameDtype:
+    """Everything in the parameter's own dtype."""
+
+    def step_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return `dtype`."""
+        return dtype
+
+    wire_dtype = step_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class StateSize:
+    """Bytes of the state of a piece: `fixed`, and `nbytes` for every `PER` elements."""
+
+    fixed: int = 0
+    nbytes: int = 0
+
+    PER = 2**16
+
+    def of(self, numel: int) -> int:
+        """Return the bytes for a piece of `numel` elements."""
+        return self.fixed + self.nbytes * numel // self.PER
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's trainable elements, and the bytes it sends to gather and reduce all buckets."""
+    """One rank's part of all trainable parameters: elements and bytes held, bytes sent per step.
+
+    Attributes:
+        numel: elements that the rank updates.
+        nbytes: their bytes in the parameters' dtypes.
+        gradient_nbytes: its segments of the reduced gradients, padding included.
+        master_nbytes: step tensors of a wider dtype.
+        state_nbytes: optimizer state.
+        gather_nbytes_sent: sent to gather all buckets.
+        reduce_nbytes_sent: sent to reduce all buckets.
+    """
 
     group_rank: int
     numel: int
     nbytes: int
+    gradient_nbytes: int
+    master_nbytes: int
+    state_nbytes: int
     gather_nbytes_sent: int
     reduce_nbytes_sent: int
 
 
-def share(
+class _Sum:
+    """A number for each rank. Adding to a run of ranks takes the same time for any length."""
+
+    def __init__(self, world_size: int) -> None:
+        self._differences = [0] * (world_size + 1)
+
+    def add(self, first: int, stop: int, value: int) -> None:
+        self._differences[first] += value
+        self._differences[stop] -= value
+
+    def __iter__(self) -> Iterator[int]:
+        return accumulate(self._differences[:-1])
+
+
+def shares(
     plan: ShardPlan,
-    group_rank: int,
-    wire_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
-) -> Share:
-    """Return the share of `group_rank`; `wire_dtype` maps a parameter's dtype to its gradients'."""
-    numel = nbytes = gathered = reduced = 0
+    policy: DtypePolicy | None = None,
+    state_sizes: Sequence[StateSize] | None = None,
+) -> list[Share]:
+    """Return the share of every rank. `state_sizes` has an entry for each parameter."""
+    policy = policy or SameDtype()
+    world_size, others = plan.world_size, plan.world_size - 1
+    numel, nbytes, gradients, masters, fixed, state, gathered, reduced = (
+        _Sum(world_size) for _ in range(8)
+    )
     for bucket in plan.training_buckets:
-        own = sum(piece.param_interval.numel for piece in bucket.pieces(group_rank))
-        segment = bucket.segment(group_rank).numel
-        numel += own
-        nbytes += own * bucket.dtype.itemsize
-        gathered += segment * (plan.world_size - 1) * bucket.dtype.itemsize
-        reduced += (bucket.numel - segment) * wire_dtype(bucket.dtype).itemsize
-    return Share(group_rank, numel, nbytes, gathered, reduced)
+        itemsize, wire = bucket.dtype.itemsize, policy.wire_dtype(bucket.dtype).itemsize
+        wide = policy.step_dtype(bucket.dtype)
+        reduced.add(0, world_size, bucket.numel * wire)
+        for first, stop, length in _segments(bucket):
+            gradients.add(first, stop, length * wide.itemsize)
+            gathered.add(first, stop, length * itemsize * others)
+            reduced.add(first, stop, -length * wire)
+        for param, first, stop, held in _holdings(bucket):
+            numel.add(first, stop, held)
+            nbytes.add(first, stop, held * itemsize)
+            if wide != bucket.dtype:
+                masters.add(first, stop, aligned(held) * wide.itemsize)
+            if state_sizes:
+                fixed.add(first, stop, state_sizes[param].fixed)
+                state.add(first, stop, state_sizes[param].nbytes * held)
+    states = (a + b // StateSize.PER for a, b in zip(fixed, state, strict=True))
+    columns = (range(world_size), numel, nbytes, gradients, masters, states, gathered, reduced)
+    return [Share(*row) for row in zip(*columns, strict=True)]
+
+
+def share(plan: ShardPlan, group_rank: int, policy: DtypePolicy | None = None) -> Share:
+    """Return the share of one rank, without state."""
+    return shares(plan, policy)[group_rank]
+
+
+def _segments(bucket: Bucket) -> Iterator[tuple[int, int, int]]:
+    """Yield runs of ranks, first and stop, with the length of each one's segment."""
+    if isinstance(bucket.cuts, range):
+        yield 0, len(bucket.cuts) - 1, bucket.cuts.step
+        return
+    for slot in bucket.slots:
+        owner = bisect_right(bucket.cuts, slot.bucket_offset) - 1
+        yield owner, owner + 1, slot.footprint.numel
+
+
+def _holdings(bucket: Bucket) -> Iterator[tuple[int, int, int, int]]:
+    """Yield a parameter, a run of ranks, and the elements of it that each of these holds."""
+    for slot in bucket.slots:
+        start, stop = slot.bucket_offset, slot.bucket_offset + slot.numel
+        if not isinstance(bucket.cuts, range):
+            owner = bisect_right(bucket.cuts, start) - 1
+            yield slot.param, owner, owner + 1, slot.numel
+            continue
+        step = bucket.cuts.step
+        first, last = start // step, max(start, stop - 1) // step
+        if first == last:
+            yield slot.param, first, first + 1, slot.numel
+            continue
+        yield slot.param, first, first + 1, (first + 1) * step - start
+        yield slot.param, first + 1, last, step
+        yield slot.param, last, last + 1, stop - last * step
+
+
+def pool_sizes(plan: ShardPlan, policy: DtypePolicy) -> dict[tuple[str, int], int]:
+    """Return the bytes of the gradient buffers that buckets share, by device and place.
+
+    Buckets take the places in turn, in the order of backward. A buffer is as long as its longest
+    bucket.
+    """
+    sizes: dict[tuple[str, int], int] = {}
+    for number, bucket in enumerate(reversed(plan.training_buckets)):
+        place = (bucket.device, number % POOL)
+        nbytes = bucket.numel * policy.wire_dtype(bucket.dtype).itemsize
+        sizes[place] = max(sizes.get(place, 0), nbytes)
+    return sizes

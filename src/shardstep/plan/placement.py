@@ -168,19 +168,18 @@ def place(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> tup
     owner = _deal(specs, world_size)
     buckets = []
     for index, draft in enumerate(_form(specs, world_size, bucket_bytes)):
-        hands = [draft.params]
+        params = draft.params
         if draft.layout == "whole":
-            hands = [[] for _ in range(world_size)]
-            for param in draft.params:
-                hands[owner[param]].append(param)
+            params = sorted(params, key=lambda param: (owner[param], param))
         slots: list[Slot] = []
         cuts = [0]
-        for hand in hands:
-            end = cuts[-1]
-            for param in hand:
-                slots.append(Slot(param, end, specs[param].numel))
-                end = slots[-1].footprint.stop
-            cuts.append(end)
+        end = 0
+        for param in params:
+            if draft.layout == "whole":
+                cuts += [end] * (owner[param] + 1 - len(cuts))
+            slots.append(Slot(param, end, specs[param].numel))
+            end = slots[-1].footprint.stop
+        cuts += [end] * (world_size + 1 - len(cuts))
         step = aligned(-(-draft.numel // world_size))
         even = range(0, step * world_size + 1, step)
         bounds = even if draft.layout == "sliced" else tuple(cuts)
@@ -205,30 +204,43 @@ def _deal(specs: Sequence[ParamSpec], world_size: int) -> dict[int, int]:
         weights = {n: (specs[n].nbytes * all_cost, costs[n] * all_bytes) for n in hand}
         # Ties go to the first parameter and the lowest rank, so all ranks deal the same way.
         hand.sort(key=lambda index: (-max(weights[index]), -sum(weights[index]), index))
-        loads = [(0, group_rank, (0, 0)) for group_rank in range(world_size)]
+        ranks_of = {(0, 0): list(range(world_size))}
+        loads = [(0, (0, 0))]
         for index in hand:
-            owner[index] = _give(loads, weights[index])
+            owner[index] = _give(loads, ranks_of, weights[index])
     return owner
 
 
-def _give(loads: list[tuple[int, int, tuple[int, int]]], weight: tuple[int, int]) -> int:
+Load = tuple[int, int]
+"""A rank's fractions of all bytes and of the whole cost."""
+
+
+def _give(loads: list[tuple[int, Load]], ranks_of: dict[Load, list[int]], weight: Load) -> int:
     """Add `weight` to the rank with the smallest load after it, and return that rank.
 
-    `loads` is a heap of (the larger of a rank's two fractions, rank, its two fractions).
+    `loads` is a heap of the loads that ranks have, each with the larger of its two fractions.
+    `ranks_of` has a heap of ranks for each. Many ranks of a large group have the same load.
     """
-    best: tuple[int, int, int] | None = None
-    looked_at: list[tuple[int, int, tuple[int, int]]] = []
-    # Both fractions grow by at least the smaller weight, so most ranks need no look.
-    while loads and (best is None or loads[0][0] + min(weight) < best[0]):
+    best: tuple[int, int, int, Load] | None = None
+    looked_at: list[tuple[int, Load]] = []
+    # Both fractions grow by at least the smaller weight, so most loads need no look.
+    while loads and (best is None or loads[0][0] + min(weight) <= best[0]):
         looked_at.append(heapq.heappop(loads))
-        _, group_rank, load = looked_at[-1]
+        load = looked_at[-1][1]
         after = (load[0] + weight[0], load[1] + weight[1])
-        mine = (max(after), sum(after), group_rank)
+        mine = (max(after), sum(after), ranks_of[load][0], load)
         best = mine if best is None else min(best, mine)
     assert best is not None
-    for larger, group_rank, load in looked_at:
-        if group_rank == best[2]:
-            load = (load[0] + weight[0], load[1] + weight[1])
-            larger = max(load)
-        heapq.heappush(loads, (larger, group_rank, load))
-    return best[2]
+    larger, _, group_rank, load = best
+    heapq.heappop(ranks_of[load])
+    for each in looked_at:
+        if ranks_of[each[1]]:
+            heapq.heappush(loads, each)
+        else:
+            del ranks_of[each[1]]
+    after = (load[0] + weight[0], load[1] + weight[1])
+    if after not in ranks_of:
+        ranks_of[after] = []
+        heapq.heappush(loads, (larger, after))
+    heapq.heappush(ranks_of[after], group_rank)
+    return group_rank

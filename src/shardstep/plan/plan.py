@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import get_args
 
 from shardstep.plan.interval import Interval
@@ -70,9 +69,10 @@ class ShardPlan:
             _require(bucket.index == position, f"{where} has index {bucket.index}")
             _require(len(bucket.cuts) == self.world_size + 1, f"{where} has too few or many cuts")
             _require(bucket.cuts[0] == 0, f"{where} does not start at 0")
-            ascending = all(cut <= after for cut, after in pairwise(bucket.cuts))
-            _require(ascending, f"{where} has cuts out of order")
-            on_units = all(cut % ALIGNMENT == 0 for cut in bucket.cuts)
+            # A range has two cuts to check. With many ranks, most segments of a bucket are empty.
+            cuts = bucket.cuts[:2] if bucket.even else bucket.cuts
+            _require([*cuts] == sorted(cuts), f"{where} has cuts out of order")
+            on_units = all(cut % ALIGNMENT == 0 for cut in {*cuts})
             _require(on_units, f"{where} is cut off an alignment unit")
             end = 0
             for slot in bucket.slots:

@@ -218,8 +218,8 @@ def _import_safetensors(source: Path, path: Path, stages: Stages) -> Path:
     with ExitStack() as opened:
         tensors: dict[str, Source] = {}
         file_of: dict[str, str] = {}
-        weight_files, index = _weight_files(source)
-        for file in weight_files:
+        paths, index = weight_files(source)
+        for file in paths:
             # Folders of a download cache are full of links.
             weights = opened.enter_context(File(file.resolve()))
             for name, entry in weights.entries.items():
@@ -236,7 +236,7 @@ def _import_safetensors(source: Path, path: Path, stages: Stages) -> Path:
         return write_alone(path, files, contents, stages)
 
 
-def _weight_files(source: Path) -> tuple[list[Path], dict[str, str]]:
+def weight_files(source: Path) -> tuple[list[Path], dict[str, str]]:
     """Return the files with a model's weights, and the index from tensors to files, if any."""
     if not source.is_dir():
         return [source], {}

@@ -1,0 +1,239 @@
+"""The command `shardstep plan`: memory and traffic of a training run that has not begun."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from shardstep.cli.errors import reporting
+from shardstep.cli.plan_inputs import Precision, import_model, make_job, read_model
+from shardstep.cli.units import parse_nbytes, parse_rate
+from shardstep.plan import ParamSpec
+from shardstep.plan.methods import MAX_RANKS, Footprint, Job, fewest_ranks
+from shardstep.plan.models import MODELS, model
+
+METHODS: dict[str, tuple[str, Callable[[Job, int], Footprint]]] = {
+    "ddp": ("DDP", Job.ddp),
+    "torch_zero": ("torch ZeRO + DDP", Job.torch_zero),
+    "drop_in": ("shardstep + DDP", Job.drop_in),
+    "module": ("shardstep module=", Job.module_mode),
+    "fsdp2": ("FSDP2", Job.fsdp2),
+}
+"""A title and a function of the job and the number of ranks, by name in JSON."""
+
+COLUMNS = ("parameters", "gradients", "masters", "state", "buffers", "peak")
+
+
+class Layout(StrEnum):
+    """A layout, or the one that the class needs."""
+
+    auto = "auto"
+    sliced = "sliced"
+    whole = "whole"
+
+
+def _parse_ranks(text: str) -> list[int]:
+    try:
+        ranks = [int(part) for part in str(text).split(",")]
+    except ValueError:
+        ranks = [0]
+    if not all(1 <= each <= MAX_RANKS for each in ranks):
+        raise typer.BadParameter(
+            f"{text!r} is not a list of numbers from 1 to {MAX_RANKS:,} such as 8,64"
+        )
+    return sorted(set(ranks))
+
+
+def plan(
+    name: Annotated[
+        str | None, typer.Option("--model", help=f"A known model: {', '.join(MODELS)}.")
+    ] = None,
+    factory: Annotated[
+        str | None,
+        typer.Option(
+            "--import",
+            metavar="PACKAGE.MODULE:FACTORY",
+            help="A function or class that makes the model; called on the meta device.",
+        ),
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            "--safetensors", metavar="PATH", help="Weights: a safetensors file or a folder."
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            metavar="CLASS",
+            help="A class of torch.optim, or package.module.Class. `Muon+AdamW`: the first for the "
+            "matrices of the blocks, the second for the rest.",
+        ),
+    ] = "AdamW",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An option of the class; may be repeated."),
+    ] = None,
+    precision: Annotated[
+        Precision,
+        typer.Option(
+            help="bf16: with fp32 masters; bf16-stochastic: stochastic rounding instead; "
+            "bf16-only: neither. own: the model's dtypes, with masters for 16 bits."
+        ),
+    ] = Precision.own,
+    layout: Annotated[
+        Layout, typer.Option(help="auto: the layout that the class needs.")
+    ] = Layout.auto,
+    ranks: Annotated[
+        Any, typer.Option(parser=_parse_ranks, metavar="N,N,...", help="Numbers of ranks.")
+    ] = "1,2,4,8,16,64",
+    link: Annotated[
+        Any, typer.Option(parser=parse_rate, metavar="RATE", help="Each rank's link.")
+    ] = "100gbit",
+    memory: Annotated[
+        Any,
+        typer.Option(
+            parser=parse_nbytes,
+            metavar="BYTES",
+            help="Find the fewest ranks whose peak fits, such as 80GB.",
+        ),
+    ] = None,
+    bucket_bytes: Annotated[
+        Any,
+        typer.Option(parser=parse_nbytes, metavar="BYTES", help="Size of a bucket, such as 25MiB."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw memory and owners to a PNG file.")
+    ] = None,
+) -> None:
+    """Predict memory and traffic per rank, beside DDP, torch's ZeroRedundancyOptimizer and FSDP2.
+
+    Nothing is allocated: the model is a list of shapes. The optimizer class runs on small or empty
+    tensors to find its layout and its state.
+
+    *peak* is the sum of the columns before it, on the fullest rank. It has no activations and no
+    temporary tensors of the optimizer's step. *imbalance* is the fullest rank's share as a multiple
+    of the mean. *time* is the time to send the bytes at the full rate of the link: communication
+    that overlaps with computation costs less.
+    """
+    with reporting(f"planning with {optimizer}"):
+        specs = _specs(name, factory, weights)
+        job, reasons = make_job(
+            specs, optimizer, option or [], precision, layout.value, bucket_bytes
+        )
+        result = _predict(job, ranks, link, memory)
+        result = {
+            "model": name or factory or str(weights),
+            "num_parameters": sum(spec.numel for spec in job.specs),
+            "parameter_bytes": sum(spec.nbytes for spec in job.specs),
+            "optimizer": optimizer,
+            "precision": _precision(job),
+            "layouts": reasons,
+            **result,
+        }
+        if picture is not None:
+            from shardstep.cli.plan_picture import draw
+
+            draw(result, job.plan(min((n for n in ranks if n > 1), default=1)), picture)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        _print(result)
+
+
+def _specs(name: str | None, factory: str | None, weights: Path | None) -> list[ParamSpec]:
+    if sum(each is not None for each in (name, factory, weights)) != 1:
+        raise typer.BadParameter("give one of --model, --import and --safetensors")
+    if factory is not None:
+        return import_model(factory)
+    if weights is not None:
+        return read_model(weights)
+    if name not in MODELS:
+        raise typer.BadParameter(
+            f"no model is called {name!r}; known: {', '.join(MODELS)}. For others, use --import or "
+            "--safetensors.",
+            param_hint="--model",
+        )
+    return model(name)
+
+
+def _precision(job: Job) -> str:
+    """Return the dtypes of the parameters, each with the one that is stepped on if it differs."""
+    trained = {spec.dtype for spec in job.specs if spec.trainable}
+    pairs = [(dtype, job.policy.step_dtype(dtype)) for dtype in sorted(trained, key=str)]
+    words = [f"{a}" if a == b else f"{a} stepped on in {b}" for a, b in pairs]
+    return ", ".join(words).replace("torch.", "")
+
+
+def _predict(job: Job, ranks: list[int], link: int, memory: int | None) -> dict[str, Any]:
+    def describe(footprint: Footprint) -> dict[str, Any]:
+        seconds = footprint.sent * 8 / link
+        return asdict(footprint) | {"peak": footprint.peak, "seconds": seconds}
+
+    result: dict[str, Any] = {
+        "link_bits_per_second": link,
+        "plans": [
+            {"ranks": n} | {key: describe(method(job, n)) for key, (_, method) in METHODS.items()}
+            for n in ranks
+        ],
+    }
+    if memory is not None:
+        result["memory"] = memory
+        result["fewest_ranks"] = {
+            key: fewest_ranks(lambda n, method=method: method(job, n), memory)  # type: ignore[misc]
+            for key, (_, method) in METHODS.items()
+        }
+    return result
+
+
+def _print(result: dict[str, Any]) -> None:
+    console = Console(width=None if Console().is_terminal else 140)
+    largest = max(row["ddp"]["peak"] for row in result["plans"])
+    unit, size = ("GB", 1e9) if largest >= 1e10 else ("MB", 1e6)
+    console.print(
+        f"{result['model']}: {result['num_parameters']:,} parameters, "
+        f"{result['parameter_bytes'] / size:,.2f} {unit}; {result['optimizer']}, "
+        f"{result['precision']}",
+        highlight=False,
+    )
+    for line in result["layouts"]:
+        console.print(line, highlight=False, markup=False)
+    table = Table(box=box.SIMPLE_HEAD, caption_justify="left")
+    table.caption = f"{unit} on the fullest rank; sent and time per step"
+    for column in ("ranks", "method", *COLUMNS, "imbalance", "sent", "time"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for row in result["plans"]:
+        for number, (key, (title, _)) in enumerate(METHODS.items()):
+            found = row[key]
+            table.add_row(
+                f"{row['ranks']:,}" if number == 0 else "",
+                title,
+                *(f"{found[column] / size:,.2f}" for column in COLUMNS),
+                f"{found['imbalance']:.3f}",
+                f"{found['sent'] / size:,.2f}",
+                f"{found['seconds'] * 1e3:,.1f} ms",
+            )
+        table.add_section()
+    console.print(table)
+    most = result["plans"][-1]
+    if most["module"]["sent_most"] > 1.05 * most["module"]["sent"]:
+        console.print(
+            "Whole tensors make uneven segments. Over Gloo, which sends them directly, the busiest "
+            f"of {most['ranks']:,} ranks sends {most['module']['sent_most'] / size:,.2f} {unit}.",
+            highlight=False,
+        )
+    if "memory" in result:
+        console.print(f"Fewest ranks with a peak of at most {result['memory'] / 1e9:,.1f} GB:")
+        for key, (title, _) in METHODS.items():
+            ranks = result["fewest_ranks"][key]
+            console.print(f"  {title:<18} {ranks or f'none up to {MAX_RANKS:,}'}", highlight=False)

@@ -1,0 +1,174 @@
+"""The model, the optimizer and the precision that `shardstep plan` is asked about."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardstep.checkpoint.offline.imports import weight_files
+from shardstep.checkpoint.safetensors import File
+from shardstep.layouts.choose import Layouts
+from shardstep.layouts.recipe import OptimizerRecipe
+from shardstep.layouts.state_size import slice_state, tensor_state
+from shardstep.local.multi_class import CLASS_KEY
+from shardstep.plan import ParamSpec, StateSize
+from shardstep.plan.methods import Job, block_of
+from shardstep.precision import MixedPrecision
+
+
+class Precision(StrEnum):
+    """Dtype of the parameters, and masters."""
+
+    own = "own"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    bf16_stochastic = "bf16-stochastic"
+    bf16_only = "bf16-only"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the parameters; None for the model's own."""
+        if self is Precision.own:
+            return None
+        return torch.float32 if self is Precision.fp32 else torch.bfloat16
+
+    @property
+    def policy(self) -> MixedPrecision:
+        """The policy of the optimizer."""
+        if self in (Precision.own, Precision.fp32, Precision.bf16):
+            return MixedPrecision()
+        rounds = self is Precision.bf16_stochastic
+        return MixedPrecision(master_dtype=None, stochastic_rounding=rounds)
+
+
+def import_model(path: str) -> list[ParamSpec]:
+    """Return the parameters of the module that a factory makes on the meta device."""
+    factory = _import(path, "--import")
+    with torch.device("meta"):
+        module = factory()
+    if not isinstance(module, torch.nn.Module):
+        raise ValueError(f"--import {path}: expected a torch.nn.Module, got {type(module)}")
+    return [
+        replace(
+            ParamSpec.of(name, tuple(param.shape), param.dtype),
+            stride=param.stride(),
+            trainable=param.requires_grad,
+        )
+        for name, param in module.named_parameters()
+    ]
+
+
+def read_model(path: Path) -> list[ParamSpec]:
+    """Return the floating-point tensors of safetensors: a file, or a folder of them."""
+    specs: list[ParamSpec] = []
+    for file in weight_files(path)[0]:
+        with File(file) as opened:
+            specs += [
+                ParamSpec.of(name, entry.shape, entry.dtype)
+                for name, entry in opened.entries.items()
+                if entry.dtype.is_floating_point
+            ]
+    return specs
+
+
+def make_job(
+    specs: Sequence[ParamSpec],
+    optimizer: str,
+    options: Sequence[str],
+    precision: Precision,
+    layout: str,
+    bucket_bytes: int | None,
+) -> tuple[Job, list[str]]:
+    """Find layouts and state by trying the class. Return also a line per group with the reason.
+
+    `Muon+AdamW` means Muon for the matrices of the blocks, and AdamW for all other parameters.
+    """
+    if not specs:
+        raise ValueError("the model has no floating-point parameters")
+    classes = [_optimizer_class(name) for name in optimizer.split("+")]
+    if len(classes) > 2:
+        raise ValueError(f"--optimizer {optimizer}: expected one class, or two joined by +")
+    defaults = dict(map(_option, options))
+    specs = [
+        replace(
+            spec,
+            dtype=precision.dtype or spec.dtype,
+            group=int(len(classes) > 1 and not (len(spec.shape) == 2 and block_of(spec.name))),
+        )
+        for spec in specs
+    ]
+    specs.sort(key=lambda spec: spec.group)
+    groups: list[dict[str, Any]] = [{"params": []} for _ in classes]
+    for spec in specs:
+        param = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        groups[spec.group]["params"].append(torch.nn.Parameter(param, spec.trainable))
+    if len(classes) > 1:
+        groups[0][CLASS_KEY] = classes[0]
+    recipes = [OptimizerRecipe(classes[0]), OptimizerRecipe(classes[-1], defaults)]
+    if len(classes) == 1:
+        recipes = recipes[1:]
+    policy = precision.policy
+    layouts = Layouts(layout, recipes[-1], 2, policy)
+    specs = layouts.apply(groups, specs)
+
+    @cache
+    def state_size(group: int, shape: tuple[int, ...], dtype: torch.dtype) -> StateSize:
+        if layouts.choices[group].layout == "sliced":
+            return slice_state(recipes[group], dtype)
+        return tensor_state(recipes[group], shape, dtype)
+
+    sizes = []
+    for spec in specs:
+        sliced = spec.layout == "sliced"
+        dtype = policy.step_dtype(spec.dtype)
+        sizes.append(state_size(spec.group, () if sliced else spec.shape, dtype))
+    return Job(specs, policy, sizes, bucket_bytes), layouts.explain(groups)
+
+
+def _optimizer_class(name: str) -> Any:
+    if "." in name or ":" in name:
+        return _import(name, "--optimizer")
+    found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(
+            f"--optimizer {name}: torch.optim has no such class; for others, give the module too, "
+            "such as package.module.Class"
+        )
+    return found
+
+
+def _import(path: str, option: str) -> Any:
+    module, colon, name = path.partition(":")
+    if not colon:
+        module, _, name = path.rpartition(".")
+    if not (module and name):
+        raise ValueError(f"{option} {path}: expected package.module:name")
+    sys.path.insert(0, "")  # as `python -m` does
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{option} {path}: {error}") from error
+    finally:
+        sys.path.remove("")
+    return found
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--option {text}: expected name=value, such as momentum=0.9")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value

@@ -1,0 +1,87 @@
+"""The command `shardstep plan`: models from three sources, table, JSON, picture, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from shardstep.checkpoint import safetensors
+from shardstep.cli.app import app
+
+FORM = ("--ranks", "1,8", "--json")
+
+
+def run(*args: object) -> Any:
+    return CliRunner().invoke(app, ["plan", *map(str, args)])
+
+
+def planned(*args: object) -> Any:
+    result = run(*args, *FORM)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def tiny() -> nn.Module:
+    assert torch.get_default_device().type == "meta"
+    layers = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64))
+    layers[1].bias.requires_grad_(False)
+    return layers
+
+
+def test_a_model_comes_from_a_factory_or_from_weights(tmp_path: Path) -> None:
+    made = planned("--import", "test_plan_cli:tiny")
+    assert made["num_parameters"] == 64 * 512 * 2 + 512 + 64
+    assert made["plans"][0]["ddp"]["state"] == 2 * 4 * (64 * 512 * 2 + 512) + 3 * 4
+    file = tmp_path / "model.safetensors"
+    safetensors.write(file, {"w": torch.zeros(64, 512), "n": torch.zeros(3, dtype=torch.int64)})
+    for path in (file, tmp_path):
+        assert planned("--safetensors", path)["num_parameters"] == 64 * 512
+
+
+@pytest.mark.parametrize(
+    ("precision", "per_element"),
+    [("fp32", 0), ("bf16", 4), ("bf16-only", 0), ("bf16-stochastic", 4)],
+)
+def test_precision_and_options_change_the_plan(precision: str, per_element: int) -> None:
+    args = ("--model", "resnet50", "--optimizer", "SGD", "--precision", precision)
+    one = planned(*args, "--option", "momentum=0.9")["plans"][0]["ddp"]
+    assert one["parameters"] == (4 if precision == "fp32" else 2) * 25_557_032
+    assert one["masters"] == pytest.approx(per_element * 25_557_032, rel=0.001)
+    assert one["state"] == (2 if precision == "bf16-only" else 4) * 25_557_032
+    assert planned(*args)["plans"][0]["ddp"]["state"] == 0
+
+
+def test_the_table_compares_methods_and_the_picture_is_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    args = ("--model", "gpt2-124m", "--optimizer", "Muon+AdamW", "--ranks", "2,64")
+    result = run(*args, "--memory", "1.5GB", "--picture", picture)
+    assert result.exit_code == 0, result.output
+    for text in ("DDP", "torch ZeRO", "FSDP2", "module=", "Muon needs 2-D", "none up to 16,384"):
+        assert text in result.stdout
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "give one of --model, --import and --safetensors"),
+        (("--model", "gpt5"), "no model is called 'gpt5'"),
+        (("--model", "gpt2-124m", "--ranks", "0"), "numbers from 1 to 16,384"),
+        (("--model", "gpt2-124m", "--link", "fast"), "such as 100gbit"),
+        (("--model", "gpt2-124m", "--optimizer", "Adan"), "torch.optim has no such class"),
+        (("--model", "gpt2-124m", "--option", "lr"), "expected name=value"),
+        (("--import", "no.such:thing"), "No module named 'no'"),
+        (("--safetensors", "nowhere"), "nowhere"),
+    ],
+)
+def test_a_bad_request_is_explained(args: tuple[str, ...], message: str) -> None:
+    result = run(*args)
+    assert result.exit_code in (1, 2)
+    assert isinstance(result.exception, SystemExit), "a traceback"
+    assert message in " ".join(result.stderr.replace("│", " ").split())
