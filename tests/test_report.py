@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import PROBLEMS
 from muon_and_adamw import ADAMW, groups_of
 from ranks import run_ranks
@@ -28,6 +29,9 @@ def _report(module_given: bool) -> dict[str, Any]:
 
     start = sent_so_far()  # all ranks have been given rank 0's values
     problem.loss(module, 0).backward()
+    for param in () if module_given else module.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
     opt.step()
     opt.shards.wait_for_params()
     sent = sent_so_far() - start

@@ -129,9 +129,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if module is not None:
             self.mode: Mode = ModuleMode(comm, join, module, overlap, broadcast_buffers)
         elif overlap_with_ddp:
-            self.mode = InsideDDP(comm, join)
+            self.mode = InsideDDP(comm, join, given.module)
         else:
-            self.mode = DropIn(comm, join, parameters_as_bucket_view)
+            self.mode = DropIn(comm, join, given.module, parameters_as_bucket_view)
         mode = self.mode
         self.parameters_as_bucket_view = mode.bucket_views
 

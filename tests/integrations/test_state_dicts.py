@@ -94,3 +94,34 @@ def _accelerated(folder: str, module: bool) -> bool:
 def test_accelerate_prepares_saves_and_loads_the_optimizer(module: bool, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     assert run_ranks(_accelerated, 2, str(tmp_path), module) == [True, True]
+
+
+def _accumulated(sharded: bool) -> list[torch.Tensor]:
+    """Train as the guide says, with `accumulate()` and clipping, sharded or not."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    opt: Any = (
+        ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=0.1)
+        if sharded
+        else optim.AdamW(model.parameters(), lr=0.1)
+    )
+    model, opt = accelerator.prepare(model, opt)
+    for step in range(6):
+        torch.manual_seed(step + 100 * accelerator.process_index)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.randn(4, 8)).square().mean())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            opt.step()
+            opt.zero_grad()
+    return [param.detach() for param in model.parameters()]
+
+
+def test_accelerate_accumulates_and_clips_as_with_a_plain_optimizer() -> None:
+    pytest.importorskip("accelerate")
+    plain = run_ranks(_accumulated, 2, False)
+    for one, other in zip(run_ranks(_accumulated, 2, True), plain, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))

@@ -295,8 +295,7 @@ def test_a_rank_of_torchrun_s_without_a_process_group_is_told_to_make_one(
 
 
 def test_a_name_that_is_not_known_is_answered_with_one_that_is() -> None:
-    module = torch.nn.Linear(4, 4)
-    optimizer = build(module.parameters())
+    optimizer = build(list(torch.nn.Linear(4, 4).parameters()))
     for ask in (optimizer.full_grad, optimizer.full_state, optimizer.full_master):
         with pytest.raises(ValueError, match=r"'weight' is not .*called 'param 0'; names are"):
             ask("weight")

@@ -16,6 +16,7 @@ from traffic import counted
 
 from demo.gpt import GPT, GPT_17M, GPTConfig
 from shardstep import ZeroRedundancyOptimizer
+from shardstep.gradients.unsynchronised import STEPS
 from shardstep.plan import share
 
 # -------------------------------------------------------------------------------- subgroups
@@ -231,6 +232,8 @@ def _traffic(config: GPTConfig, layout: str, view: bool) -> list[tuple[int, int,
         if param.requires_grad:
             param.grad = torch.zeros_like(param)
     found = []
+    for _ in range(STEPS):
+        opt.step()  # compares some gradients
     for _ in range(2):
         traffic.reset()
         opt.step()

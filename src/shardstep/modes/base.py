@@ -21,6 +21,8 @@ from shardstep.modes.frozen import FrozenPieces
 from shardstep.modes.join import JoinContext
 from shardstep.modes.planner import Planned, Planner, Settings
 from shardstep.params.inputs import describe_options, parameters
+from shardstep.params.module_watch import ModuleWatch
+from shardstep.params.names import names_in, unwrapped
 from shardstep.params.sharded_params import ShardedParams
 from shardstep.pipeline import Closure, HiddenGradients, Pipeline
 from shardstep.plan import ShardPlan
@@ -44,10 +46,12 @@ class Mode(ShardView):
 
     Attributes:
         gather_comm: the ranks, on the connections that gathers use.
+        known_module: the module that the parameters are known to belong to, outside of wrappers.
         groups: the parameter groups that the user sees.
     """
 
     groups: list[dict[str, Any]]
+    known_module: torch.nn.Module | None
 
     bucket_views = True
     """True if parameters live in the buckets."""
@@ -58,12 +62,11 @@ class Mode(ShardView):
     reduces_gradients = False
     """True if this optimizer reduces gradients to their owners, and not DDP or the user."""
 
-    names_are_of_module = False
-    """True if parameter names come from `module=`."""
-
-    def __init__(self, comm: Comm, join: JoinContext) -> None:
+    def __init__(self, comm: Comm, join: JoinContext, module: torch.nn.Module | None) -> None:
         self.comm = comm
         self.gather_comm = comm
+        self.known_module = None if module is None else unwrapped(module)
+        self.watch: ModuleWatch | None = None
         self.join = join
         self.begun: set[int] = set()
 
@@ -92,6 +95,8 @@ class Mode(ShardView):
         self.pipeline = self._build(params, local)
         local.publish_options()
         self.attach()
+        if self.known_module is not None:
+            self.watch = ModuleWatch(self.known_module)
 
     def check(self) -> None:
         """Raise if the parameters do not suit this mode."""
@@ -102,7 +107,17 @@ class Mode(ShardView):
 
     def names(self) -> Mapping[int, str]:
         """Return names by identity of the parameter, for parameters that were given none."""
-        return {}
+        return {} if self.known_module is None else names_in(self.known_module)
+
+    @property
+    @override
+    def names_are_of_module(self) -> bool:
+        return self.known_module is not None
+
+    def check_replaced(self) -> None:
+        """Raise if the module was given a parameter that would never be stepped."""
+        if self.watch is not None:
+            self.watch.check(self.params)
 
     def synchronise_start(self) -> None:
         """Give all ranks the same starting values, if this mode does. Called on every rank."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from typing_extensions import override
 
 from shardstep.comm import Comm
+from shardstep.gradients.unsynchronised import SynchronisedCheck
 from shardstep.modes.base import Mode
 from shardstep.modes.join import JoinContext, provide_gradients
 
@@ -16,15 +18,25 @@ class DropIn(Mode):
 
     separate = False
 
-    def __init__(self, comm: Comm, join: JoinContext, bucket_views: bool) -> None:
-        super().__init__(comm, join)
+    def __init__(
+        self,
+        comm: Comm,
+        join: JoinContext,
+        module: torch.nn.Module | None,
+        bucket_views: bool,
+    ) -> None:
+        super().__init__(comm, join, module)
         self.bucket_views = bucket_views
+        self._synchronised = SynchronisedCheck(comm)
 
     @override
     def before_step(self) -> None:
+        self.check_replaced()
         self.join.notify()
         if self.join.enabled:
             provide_gradients(self.comm, self.plan, self.groups, joined=False)
+        else:
+            self._synchronised.check(self.plan.specs, self.params)
 
     @override
     def shadow(self, step: Callable[[], object], zero_grad: Callable[[bool], object]) -> None:

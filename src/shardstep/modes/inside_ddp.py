@@ -31,8 +31,8 @@ class InsideDDP(Mode):
     Until a hook ties it to a DDP module, gathers do not overlap and nothing steps.
     """
 
-    def __init__(self, comm: Comm, join: JoinContext) -> None:
-        super().__init__(comm, join)
+    def __init__(self, comm: Comm, join: JoinContext, module: torch.nn.Module | None) -> None:
+        super().__init__(comm, join, module)
         self._module: torch.nn.Module | None = None
         self._feeder = DDPFeeder()
         self._stepped_in_backward = False
@@ -87,6 +87,7 @@ class InsideDDP(Mode):
         self._step_owed = not at_end_of_backward(queue_behind_ddp)
 
     def _step_now(self) -> None:
+        self.check_replaced()
         self._stepped_in_backward = True
         super().step()
 

@@ -7,7 +7,7 @@ root watch for the start of a forward pass and of the backward pass through it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ class ModuleMode(Mode):
     """Gradients come from autograd; reductions and gathers overlap with the model."""
 
     reduces_gradients = True
-    names_are_of_module = True
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class ModuleMode(Mode):
         overlap: bool,
         broadcast_buffers: bool,
     ) -> None:
-        super().__init__(comm, join)
+        super().__init__(comm, join, module)
         self._module = module
         self._overlap = overlap
         self._broadcast_buffers = broadcast_buffers
@@ -65,10 +64,6 @@ class ModuleMode(Mode):
             for name, buffer in self._module.named_buffers()
         ]
         return [f"module=, broadcast_buffers={self._broadcast_buffers}", *buffers]
-
-    @override
-    def names(self) -> Mapping[int, str]:
-        return names_in(self._module)
 
     @override
     def synchronise_start(self) -> None:
@@ -125,6 +120,7 @@ class ModuleMode(Mode):
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         if not (torch.is_grad_enabled() and module.training):
             return
+        self.check_replaced()
         self._reducer.check_forward()
         if torch._C._current_graph_task_id() != -1:
             return  # activation checkpointing runs this forward pass again, inside backward
@@ -165,6 +161,7 @@ class ModuleMode(Mode):
 
     @override
     def before_step(self) -> None:
+        self.check_replaced()
         self._follow_without_gradients()
         # Reductions that are still to be announced come before the step.
         self._reducer.collect()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -53,10 +55,21 @@ def _as_list(params: Any) -> list[Any]:
     return given
 
 
+def _module_of(params: Any) -> torch.nn.Module | None:
+    """Return the module that an unread `module.parameters()` goes through."""
+    code = torch.nn.Module.parameters.__code__
+    if not isinstance(params, GeneratorType) or params.gi_code is not code:
+        return None
+    module: torch.nn.Module | None = inspect.getgeneratorlocals(params).get("self")
+    return module
+
+
 class ParamsArgument:
     """The user's `params`, read once. Errors are raised later, when all ranks meet."""
 
     def __init__(self, params: Any) -> None:
+        self.module = _module_of(params)
+        """The module of `module.parameters()`, if that was given."""
         self._items: list[Any] = []
         self._error: Exception | None = None
         try:

@@ -24,10 +24,13 @@ class ShardView:
     comm: Comm
     planner: Planner
     pipeline: Pipeline
-    names_are_of_module: bool
-    """True if names come from `module=`, and so carry no DDP prefix."""
     begun: set[int]
     """The parameters that ever trained or were given state."""
+
+    @property
+    def names_are_of_module(self) -> bool:
+        """True if parameter names come from the module, without prefixes of DDP."""
+        raise NotImplementedError
 
     @property
     def plan(self) -> ShardPlan:

@@ -1,0 +1,112 @@
+"""Mistakes that would train wrongly without a word are raised by name on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import raises_on_every_rank, run_ranks
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+import shardstep
+from shardstep import ZeroRedundancyOptimizer
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+def _make(mode: str) -> tuple[Any, Any, ZeroRedundancyOptimizer]:
+    """Return the model, what to call, and the optimizer."""
+    model = _model()
+    if mode == "module":
+        opt = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, module=model, lr=0.1)
+        return model, model, opt
+    ddp = DistributedDataParallel(model)
+    inside = mode == "register"
+    opt = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, overlap_with_ddp=inside, lr=0.1)
+    if inside:
+        shardstep.register(ddp, opt)
+    return model, ddp, opt
+
+
+def _train(call: Any, opt: Any, seed: int = 0) -> None:
+    opt.zero_grad()
+    call(torch.full((2, 8), 1.0 + seed)).square().mean().backward()
+    opt.step()
+
+
+def _replace(mode: str, how: str) -> None:
+    model, call, opt = _make(mode)
+    _train(call, opt)
+    if how == "module":
+        model[2] = nn.Linear(8, 8)
+    elif how == "parameter":
+        model[2].weight = nn.Parameter(torch.ones(8, 8))
+    else:
+        model[1] = nn.PReLU()
+    if mode == "module":
+        call(torch.ones(2, 8))  # noticed before the next forward
+    else:
+        _train(call, opt)
+
+
+@pytest.mark.parametrize("mode", ["module", "drop-in"])
+def test_a_parameter_that_was_replaced_is_noticed(mode: str) -> None:
+    for how, name in (("module", "2.weight"), ("parameter", "2.weight"), ("added", "1.weight")):
+        match = f"'{name}' was put into the module after the optimizer"
+        raises_on_every_rank(_replace, 2, ValueError, mode, how, match=match)
+
+
+def _change_what_does_not_train() -> None:
+    model, call, opt = _make("module")
+    _train(call, opt)
+    model[1] = nn.GELU()
+    model.extra = nn.Linear(8, 8).requires_grad_(False)
+    _train(call, opt)
+    head = model.head = nn.Linear(8, 8)
+    opt.zero_grad()
+    opt.add_param_group({"params": head.parameters()})
+    _train(call, opt)
+    torch.func.functional_call(
+        model, {"0.weight": torch.ones(8, 8, requires_grad=True)}, torch.ones(2, 8)
+    )
+
+
+def test_a_module_may_change_where_nothing_is_forgotten() -> None:
+    run_ranks(_change_what_does_not_train, 2)
+
+
+def _forget_ddp(synchronise: bool) -> None:
+    model = _model()
+    opt = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=0.1)
+    for step in range(4):
+        opt.zero_grad()
+        model(torch.full((2, 8), 1.0 + step + dist.get_rank())).square().mean().backward()
+        if synchronise:
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+        opt.step()
+
+
+def test_gradients_that_nobody_synchronised_are_noticed_at_the_first_step() -> None:
+    match = "'0.weight' differs between ranks 0 and 1.*DistributedDataParallel"
+    raises_on_every_rank(_forget_ddp, 2, RuntimeError, False, match=match)
+    run_ranks(_forget_ddp, 2, True)
+
+
+def _look_up(mode: str) -> list[str]:
+    _, call, opt = _make(mode)
+    _train(call, opt)
+    opt.full_state("0.weight")
+    return [spec.name for spec in opt.plan.specs]
+
+
+@pytest.mark.parametrize("mode", ["module", "drop-in", "register"])
+def test_names_are_the_module_s_without_named_parameters(mode: str) -> None:
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert run_ranks(_look_up, 2, mode) == [names, names]
