@@ -79,5 +79,25 @@ def test_one_rank_is_told_what_several_would_do() -> None:
 
     assert "on several ranks whole tensors: Adafactor updates each tensor" in said(optim.Adafactor)
     assert "on several ranks sliced tensors: AdamW updates each element" in said(optim.AdamW)
-    assert "on several ranks an error: Coupled couples all parameters" in said(Coupled, lr=0.1)
-    assert said(Coupled, lr=0.1).splitlines()[0].startswith("1 parameters")
+    assert "not for several ranks: Coupled couples all parameters" in said(Coupled, lr=0.1)
+    head = said(Coupled, lr=0.1).splitlines()[0]
+    assert head == "Coupled on 1 rank, drop-in (ZeRO-1), layout whole, 3 trainable elements"
+
+
+def _printed() -> tuple[str, str]:
+    model = nn.Linear(64, 64)
+    opt = ZeroRedundancyOptimizer(groups_of(model), optim.AdamW, module=model, **ADAMW)
+    model(torch.ones(1, 64)).sum().backward()
+    opt.step()
+    return repr(opt), repr(opt.optim)
+
+
+def test_a_printed_optimizer_says_class_ranks_mode_layout_and_bytes() -> None:
+    for rank, (text, local) in enumerate(run_ranks(_printed, 2)):
+        head, held, *groups = text.splitlines()
+        assert head.startswith("ZeroRedundancyOptimizer (Muon and AdamW on 2 ranks, module= (ZeRO-")
+        assert "layout mixed, 4,160 trainable elements" in head
+        assert held.startswith(f"rank {rank} holds ")
+        assert held.endswith("B of optimizer state")
+        assert groups[0] == "Parameter Group 0"
+        assert "MultiClass" not in text + local

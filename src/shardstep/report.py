@@ -16,6 +16,8 @@ class Report:
     """Memory and traffic of one rank, in bytes. Print it.
 
     Attributes:
+        optimizer: the names of the optimizer classes.
+        mode: the mode, in words.
         layouts: for each group, its layout and the reason.
         parameter_nbytes: all trainable parameters, which every rank has.
         owned_nbytes: those that this rank updates.
@@ -26,6 +28,8 @@ class Report:
         gather_nbytes: sent in a step to gather parameters.
     """
 
+    optimizer: str
+    mode: str
     rank: int
     plan: ShardPlan
     layouts: tuple[str, ...]
@@ -43,25 +47,51 @@ class Report:
         return self.reduce_nbytes + self.gather_nbytes
 
     def __str__(self) -> str:
-        even_share = self.parameter_nbytes * (self.plan.world_size - 1) / self.plan.world_size
-
-        def against(nbytes: int) -> str:
-            ratio = f"{nbytes / (even_share or 1):.3f} × an even share"
-            return "" if not even_share else ratio if nbytes else "not by this optimizer"
-
+        mean = self.parameter_nbytes / self.plan.world_size
+        share = f", {self.owned_nbytes / mean:.3f} × the mean" if mean else ""
         rows = [
-            ("parameters", self.parameter_nbytes, f"updates {_mb(self.owned_nbytes)} of them"),
-            ("gradients", self.gradient_nbytes, "besides param.grad"),
-            ("masters", self.master_nbytes, "of 16-bit parameters"),
-            ("optimizer state", self.state_nbytes, "as of now"),
-            ("sent per step, gradients", self.reduce_nbytes, against(self.reduce_nbytes)),
-            ("sent per step, parameters", self.gather_nbytes, against(self.gather_nbytes)),
+            ("parameters", self.parameter_nbytes, "on every rank"),
+            ("updated here", self.owned_nbytes, f"of the parameters{share}"),
         ]
-        table = [f"  {name:<25}  {_mb(nbytes):>12}  {note}" for name, nbytes, note in rows]
-        return "\n".join([str(self.plan), *self.layouts, f"on rank {self.rank}:", *table])
+        if self.gradient_nbytes:
+            note = "reduced, and buckets in flight"
+            rows.append(("gradients", self.gradient_nbytes, note))
+        if self.master_nbytes:
+            rows.append(("masters", self.master_nbytes, "fp32 copies of 16-bit parameters"))
+        note = "" if self.state_nbytes else "the first step makes it"
+        rows.append(("optimizer state", self.state_nbytes, note))
+        if self.plan.world_size > 1:
+            note = "" if self.reduce_nbytes else "DDP, or your code, sends them"
+            rows.append(("gradients sent per step", self.reduce_nbytes, note))
+            rows.append(("parameters sent per step", self.gather_nbytes, ""))
+        table = [f"  {name:<24} {show_nbytes(n):>10}  {note}".rstrip() for name, n, note in rows]
+        head = headline(self.optimizer, self.mode, self.plan)
+        return "\n".join([head, *self.layouts, f"rank {self.rank}:", *table])
+
+
+def headline(optimizer: str, mode: str, plan: ShardPlan) -> str:
+    """Return one line: class, ranks, mode, layout and size."""
+    trained = sum(spec.numel for spec in plan.specs if spec.trainable)
+    frozen = sum(spec.numel for spec in plan.specs if not spec.trainable)
+    return (
+        f"{optimizer} on {plan.world_size} rank{'' if plan.world_size == 1 else 's'}, {mode}, "
+        f"layout {plan.layout}, {trained:,} trainable elements"
+        + (f" and {frozen:,} frozen" if frozen else "")
+    )
+
+
+def show_nbytes(nbytes: float) -> str:
+    """Return a number of bytes with a unit, such as `12.3 MB`."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while nbytes >= 1000 and len(units) > 1:
+        nbytes /= 1000
+        del units[0]
+    return f"{nbytes:,.{0 if units[0] == 'B' else 1}f} {units[0]}"
 
 
 def make_report(
+    optimizer: str,
+    mode: str,
     rank: int,
     plan: ShardPlan,
     layouts: Sequence[str],
@@ -76,6 +106,8 @@ def make_report(
     """
     own = share(plan, rank, reducing)
     return Report(
+        optimizer=optimizer,
+        mode=mode,
         rank=rank,
         plan=plan,
         layouts=tuple(layouts),
@@ -87,7 +119,3 @@ def make_report(
         reduce_nbytes=own.reduce_nbytes_sent if reducing else 0,
         gather_nbytes=own.gather_nbytes_sent,
     )
-
-
-def _mb(nbytes: float) -> str:
-    return f"{nbytes / 1e6:,.3f} MB"

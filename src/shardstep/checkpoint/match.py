@@ -27,7 +27,7 @@ from shardstep.checkpoint.format import (
 from shardstep.checkpoint.inputs import EXTRA_STATE, named_params, names_of, split_state_dict
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.comm import Comm
-from shardstep.local.multi_class import full_name
+from shardstep.local.multi_class import saved_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.names import names_in, shorten_list, unwrapped, unwrapped_name
 from shardstep.state.limits import STATE_NBYTES, STATE_RATIO, memory_nbytes
@@ -129,7 +129,7 @@ class Match:
         return stored if stored is not None and stored.dtype.itemsize > dtype.itemsize else None
 
     def _match_optimizer(self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer) -> None:
-        own_class = full_name(type(optimizer.optim))
+        own_class = saved_name(optimizer.optim)
         self.require(
             not self.strict or saved.class_name in (None, own_class),
             f"it was saved from {saved.class_name}, but this optimizer is {own_class}; pass "

@@ -49,7 +49,7 @@ from shardstep.checkpoint.safetensors import Source, write
 from shardstep.checkpoint.staging import Staging, keep_last
 from shardstep.comm import Comm
 from shardstep.comm.consensus import run_on_all_ranks
-from shardstep.local.multi_class import extras, full_name
+from shardstep.local.multi_class import extras, saved_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.names import unwrapped, unwrapped_name
 from shardstep.plan import Box, boxes
@@ -163,7 +163,7 @@ class _OptimizerWriter:
                 "under parameters and names"
             )
         return SavedOptimizer(
-            full_name(type(shards.optim)),
+            saved_name(shards.optim),
             self._positional,
             shards.local.stepped,
             tuple(params),

@@ -107,13 +107,14 @@ class Layouts:
         """Return one line per group, for the user. A single rank probes its classes now."""
         lines = []
         for number, (recipe, choice) in enumerate(zip(self._recipes, self.choices, strict=True)):
-            lines.append(f"group {number}: {choice}")
+            said = str(choice)
             if self._world_size == 1:
                 try:
-                    several = str(self._choose(recipe, groups[number]["params"], 2))
+                    several = self._choose(recipe, groups[number]["params"], 2)
+                    said = f"{choice.why}; on several ranks {several}"
                 except Exception as error:
-                    several = f"an error: {error}"
-                lines[-1] += f"; on several ranks {several}"
+                    said = f"{choice.why}; not for several ranks: {error}"
+            lines.append(f"group {number}: {said}")
         return lines
 
     def _choose(

@@ -224,7 +224,7 @@ def _why_whole(sliced: Difference, needs_matrices: bool) -> str:
         Cause.STATE: "keeps state that does not split with its tensor",
         Cause.GROUP_OPTION: f"computes group option {sliced.detail} from whole tensors",
         Cause.GLOBAL_STATE: "computes global state from whole tensors",
-        Cause.RAISED: f"takes no flat slices ({sliced.detail})",
+        Cause.RAISED: "needs each tensor in its own shape",
         Cause.SPARSE: "takes sparse gradients, which are not sliced",
     }[sliced.cause]
 

@@ -110,6 +110,9 @@ class MultiClass(Optimizer):
             # Schedulers look there.
             self.defaults = self.parts[self._default].defaults
 
+    def __repr__(self) -> str:
+        return super().__repr__().replace(type(self).__name__, optimizer_name(self), 1)
+
     @property
     def state(self) -> Any:
         """The state of all parts, by parameter."""
@@ -225,6 +228,11 @@ def parts_of(opt: Optimizer) -> Sequence[Optimizer]:
 def optimizer_name(opt: Optimizer) -> str:
     """Return the names of the classes in `opt`, for messages."""
     return " and ".join(dict.fromkeys(type(part).__name__ for part in parts_of(opt)))
+
+
+def saved_name(opt: Optimizer) -> str:
+    """Return the full names of the classes in `opt`, for checkpoints."""
+    return " and ".join(dict.fromkeys(full_name(type(part)) for part in parts_of(opt)))
 
 
 def check_classes(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:

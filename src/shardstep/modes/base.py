@@ -53,6 +53,9 @@ class Mode(ShardView):
     groups: list[dict[str, Any]]
     known_module: torch.nn.Module | None
 
+    title: str
+    """The mode in the user's words."""
+
     bucket_views = True
     """True if parameters live in the buckets."""
 

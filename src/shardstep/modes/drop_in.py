@@ -16,6 +16,7 @@ from shardstep.modes.join import JoinContext, provide_gradients
 class DropIn(Mode):
     """Gradients are equal on all ranks when `step()` is called; it gathers before it returns."""
 
+    title = "drop-in (ZeRO-1)"
     separate = False
 
     def __init__(

@@ -31,6 +31,8 @@ class InsideDDP(Mode):
     Until a hook ties it to a DDP module, gathers do not overlap and nothing steps.
     """
 
+    title = "inside DDP's backward"
+
     def __init__(self, comm: Comm, join: JoinContext, module: torch.nn.Module | None) -> None:
         super().__init__(comm, join, module)
         self._module: torch.nn.Module | None = None

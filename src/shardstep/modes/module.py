@@ -32,6 +32,7 @@ from shardstep.params.sharded_params import ShardedParams
 class ModuleMode(Mode):
     """Gradients come from autograd; reductions and gathers overlap with the model."""
 
+    title = "module= (ZeRO-2)"
     reduces_gradients = True
 
     def __init__(
