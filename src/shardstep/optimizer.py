@@ -15,9 +15,8 @@ from shardstep.comm import connect, refuse_stray_rank
 from shardstep.comm.consensus import check_same_on_all_ranks
 from shardstep.layouts.choose import Layouts
 from shardstep.layouts.recipe import OptimizerRecipe
-from shardstep.layouts.state_size import tensor_nbytes
 from shardstep.local.local_optimizer import LocalState
-from shardstep.local.multi_class import no_defaults, optimizer_name, refuse_new_class
+from shardstep.local.multi_class import no_defaults, refuse_new_class
 from shardstep.local.train_eval import MODES, has_train_eval
 from shardstep.modes import DropIn, InsideDDP, Mode, ModuleMode, Settings
 from shardstep.modes.base import CONSTRUCTING
@@ -27,7 +26,7 @@ from shardstep.params.dtensor import refuse_dtensors
 from shardstep.params.inputs import ParamsArgument, check_class
 from shardstep.plan import ShardPlan
 from shardstep.precision import MixedPrecision, resolve
-from shardstep.report import Report, headline, make_report, show_nbytes
+from shardstep.report import Report
 from shardstep.state.state_dict import (
     Consolidated,
     StateDict,
@@ -198,27 +197,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def report(self) -> Report:
         """Return what this rank holds and sends, and each group's layout; print it."""
-        pipeline = self.mode.pipeline
-        return make_report(
-            optimizer_name(self.optim),
-            self.mode.title,
-            self.rank,
-            self.plan,
-            self.mode.planner.settings.layouts.explain(self.param_groups),
-            self.optim.state.values(),
-            pipeline.params.shard.wide.nbytes,
-            pipeline.gradients.nbytes,
-            self.mode.precision if self.mode.reduces_gradients else None,
-        )
+        return self.mode.report()
 
     def __repr__(self) -> str:
         if not self.__dict__.get("initialized"):
             return object.__repr__(self)
-        head = headline(optimizer_name(self.optim), self.mode.title, self.plan)
-        state = show_nbytes(tensor_nbytes([*self.optim.state.values()]))
         groups = super().__repr__().partition("\n")[2]
-        name = type(self).__name__
-        return f"{name} ({head}\nrank {self.rank} holds {state} of optimizer state\n{groups}"
+        return f"{type(self).__name__} ({self.mode.headline()}\n{groups}"
 
     # ----------------------------------------------------------------------------------- the step
 
