@@ -20,6 +20,7 @@ from shardstep.local.multi_class import no_defaults, refuse_new_class
 from shardstep.local.train_eval import MODES, has_train_eval
 from shardstep.modes import DropIn, InsideDDP, Mode, ModuleMode, Settings
 from shardstep.modes.base import CONSTRUCTING
+from shardstep.modes.describe import first_lines, report_of
 from shardstep.modes.join import JoinContext, _ZeROJoinHook
 from shardstep.modes.planner import Planned
 from shardstep.params.dtensor import refuse_dtensors
@@ -197,13 +198,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def report(self) -> Report:
         """Return what this rank holds and sends, and each group's layout; print it."""
-        return self.mode.report()
+        return report_of(self.mode)
 
     def __repr__(self) -> str:
         if not self.__dict__.get("initialized"):
             return object.__repr__(self)
         groups = super().__repr__().partition("\n")[2]
-        return f"{type(self).__name__} ({self.mode.headline()}\n{groups}"
+        return f"{type(self).__name__} ({first_lines(self.mode)}\n{groups}"
 
     # ----------------------------------------------------------------------------------- the step
 

@@ -15,7 +15,6 @@ from shardstep.comm import Comm
 from shardstep.comm.consensus import check_same_on_all_ranks, run_on_all_ranks
 from shardstep.gather import ImmediateGather, ParamGather
 from shardstep.gradients import FullGradients, GradientSource
-from shardstep.layouts.state_size import tensor_nbytes
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
 from shardstep.modes.frozen import FrozenPieces
@@ -28,7 +27,6 @@ from shardstep.params.sharded_params import ShardedParams
 from shardstep.pipeline import Closure, HiddenGradients, Pipeline
 from shardstep.plan import ShardPlan
 from shardstep.precision import warn_of_16_bits
-from shardstep.report import Report, headline, make_report, show_nbytes
 from shardstep.state.replan import (
     move_states,
     refuse_lost_gradients,
@@ -367,26 +365,6 @@ class Mode(ShardView):
             "this hook steps the optimizer inside backward, so the optimizer has to be constructed "
             "with overlap_with_ddp=True"
         )
-
-    def report(self) -> Report:
-        """Return what this rank holds and sends, and each group's layout."""
-        return make_report(
-            optimizer_name(self.optim),
-            self.title,
-            self.comm.group_rank,
-            self.plan,
-            self.planner.settings.layouts.explain(self.groups),
-            self.optim.state.values(),
-            self.pipeline.params.shard.wide.nbytes,
-            self.pipeline.gradients.nbytes,
-            self.precision if self.reduces_gradients else None,
-        )
-
-    def headline(self) -> str:
-        """Return two lines: class, ranks, mode and layout; the state of this rank."""
-        head = headline(optimizer_name(self.optim), self.title, self.plan)
-        state = show_nbytes(tensor_nbytes([*self.optim.state.values()]))
-        return f"{head}\nrank {self.comm.group_rank} holds {state} of optimizer state"
 
     def detach(self) -> None:
         """Restore plain parameters and remove all hooks. Called on every rank."""
