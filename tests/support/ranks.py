@@ -256,6 +256,14 @@ def _expect_raise(
     raise AssertionError(f"expected {exception}, but {fn.__qualname__} returned {value!r}")
 
 
+def new_process(fn: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start a process outside of the pool, for a test that looks after it itself."""
+    _start_server()
+    process: BaseProcess = _FORKSERVER.Process(target=fn, args=args)
+    process.start()
+    return process
+
+
 def _start_server() -> None:
     """Start the server, unless it runs, with the environment for the ranks."""
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):

@@ -1,0 +1,149 @@
+"""The table of faults: what happens, to which rank, and what may come of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+from benchmarks.netns import Host
+from fault_harness import GRACE, Outcome, mend_link, run_trial, set_link, set_rate
+from fault_job import TIMEOUT, Fault
+
+from shardstep import checkpoint
+
+REFERENCES = {False: Fault(), True: Fault("all skip")}
+"""Jobs without a fault, to compare with: all batches, and without the one that is given up."""
+
+MODES = ("module", "drop-in", "register", "hook", "interleaved")
+RAISES = ("raises at once", "raises after the timeout")
+SOON = ("raises at once",)
+EQUAL = ("equal",)
+SKIPS = ("skips the batch",)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A fault and its allowed outcomes.
+
+    Attributes:
+        fault: what happens inside the job.
+        allowed: verdicts.
+        modes: those in which it can happen.
+        link: what happens to the link of the last host; needs hosts.
+        jobs: prefixes of jobs that share a folder.
+        small_disk: whether checkpoints go to a file system that is too small.
+    """
+
+    fault: Fault
+    allowed: tuple[str, ...] = RAISES
+    modes: tuple[str, ...] = MODES
+    link: Callable[[Host], None] | None = None
+    jobs: tuple[str, ...] = ("",)
+    small_disk: bool = False
+
+
+def cut_briefly(host: Host) -> None:
+    """Cut the link for a second, from now."""
+    set_link(host, False)
+    time.sleep(1.0)
+    set_link(host, True)
+
+
+def run_named(
+    name: str, modes: Sequence[str], hosts: list[Host] | None, folder: Path
+) -> dict[str, list[Outcome]]:
+    """Run a trial of the table; skip the test if it needs what this machine does not have."""
+    trial = TRIALS[name]
+    patience = TIMEOUT + GRACE if trial.allowed != EQUAL else 60
+    if trial.link is not None and hosts is None:
+        pytest.skip("network namespaces need root, ip and tc")
+    if trial.small_disk and os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    with ExitStack() as stack:
+        if trial.small_disk:
+            for mode in modes:
+                stack.enter_context(small_disk(folder / mode.replace(" ", "-") / "run"))
+        if trial.link is not None:
+            assert hosts is not None
+            stack.callback(mend_link, hosts[-1])
+        act = partial(trial.link, hosts[-1]) if trial.link and hosts else lambda: None
+        outcomes = run_trial(modes, trial.fault, hosts, folder, act, trial.jobs, patience)
+        for mode in modes:
+            if trial.small_disk:
+                check_small_disk(outcomes[mode][0])
+            if len(trial.jobs) > 1 and mode != "ddp":
+                for name in (f"{job}step-{n}" for job in trial.jobs for n in (10, 12)):
+                    checkpoint.verify(outcomes[mode][0].run / name)
+        return outcomes
+
+
+@contextmanager
+def small_disk(path: Path) -> Iterator[None]:
+    """Mount a file system that holds two checkpoints."""
+    path.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", path], check=True)
+    try:
+        yield
+        shutil.copytree(path, path.with_name("copy"))
+    finally:
+        subprocess.run(["umount", path], check=True)
+    path.rmdir()
+    path.with_name("copy").rename(path)
+
+
+def check_small_disk(outcome: Outcome) -> None:
+    """Check that a save failed on every rank, for the right reason, and left nothing."""
+    for rank in outcome.ranks:
+        failed = rank.all("save_failed")
+        assert failed, f"rank {rank.place.rank} saved everything"
+        assert all("No space left" in said for said in failed), failed
+    assert not [path for path in outcome.run.iterdir() if path.name.startswith(".")]
+
+
+OUTSIDE = Fault("outside")
+TWO_MODES = ("module", "drop-in")
+
+TRIALS: dict[str, Trial] = {
+    **{
+        f"a rank is killed in {phase}": Trial(Fault("kill", phase))
+        for phase in ("construct", "loader", "forward", "backward", "step", "save")
+    },
+    **{
+        f"a rank is killed at a random moment ({seed})": Trial(Fault("kill", "random", seed=seed))
+        for seed in range(3)
+    },
+    **{
+        f"a rank stops in {phase}": Trial(Fault("stop", phase))
+        for phase in ("forward", "backward", "step")
+    },
+    "a rank stops at a random moment": Trial(Fault("stop", "random")),
+    "a rank stops for 1.5 s": Trial(Fault("pause", "random"), EQUAL),
+    "the link is cut for 1 s": Trial(OUTSIDE, EQUAL, link=cut_briefly),
+    "the link is cut": Trial(OUTSIDE, link=lambda host: set_link(host, False)),
+    "the link slows to 1 mbit/s": Trial(
+        OUTSIDE, EQUAL, TWO_MODES, link=lambda host: set_rate(host, "1mbit")
+    ),
+    **{
+        f"{phase} raises on a rank": Trial(Fault("raise", phase))
+        for phase in ("loader", "forward", "backward", "hook", "step")
+    },
+    "closure raises on a rank": Trial(Fault("raise", "closure"), modes=TWO_MODES),
+    **{
+        f"{phase} raises on a rank, and all skip the batch": Trial(
+            Fault("raise", phase, caught=True), SKIPS, ("module",)
+        )
+        for phase in ("loader", "forward", "backward", "hook", "closure")
+    },
+    "a rank skips a batch": Trial(Fault("skip", "batch")),
+    "a rank runs forward twice": Trial(Fault("forward twice", "batch"), (*EQUAL, *RAISES)),
+    "the disk is full": Trial(Fault("", "disk"), EQUAL, small_disk=True),
+    "two jobs save to one folder": Trial(Fault(), EQUAL, TWO_MODES, jobs=("a-", "b-")),
+}

@@ -1,0 +1,66 @@
+"""Writes docs/faults.md: every fault of the table in every mode, and in DDP.
+
+python tests/faults/write_table.py    # Linux, as root: some faults need hosts
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "tests" / "support")]
+
+import torch  # noqa: E402
+from fault_harness import run_trial, some_hosts, verdict  # noqa: E402
+from fault_job import TIMEOUT  # noqa: E402
+from fault_table import MODES, REFERENCES, SKIPS, TRIALS, run_named  # noqa: E402
+
+HEADER = f"""# Faults
+
+Each row is a fault in a job of two ranks, each on a host of its own (network namespaces, Gloo,
+torch {torch.__version__.partition("+")[0]}). `python tests/faults/write_table.py` wrote this page.
+The same trials are tests, in `tests/faults/`. The timeout of the process group was {TIMEOUT:g} s.
+
+- **equal**: the job ended, and every loss and parameter equals those of a run without the fault.
+- **skips the batch**: equal to a run that leaves this batch out. The loop calls `opt.recover()`
+  where it catches the error; with DDP, `zero_grad()`.
+- **raises at once**: every rank that was left raised within {TIMEOUT / 2:g} s.
+- **raises after the timeout**: the same, {TIMEOUT:g} s later. A rank that is stopped, or cut off,
+  cannot be told from a slow one before that.
+- **wrong numbers**: a step was taken with other values than in the run without the fault.
+
+With this library, no process outlived the timeout by 5 s, no number was wrong, and the newest
+checkpoint loaded, in every trial. Errors of `module=` name the rank and the operation. In the other
+modes the error may be DDP's.
+
+| fault | DDP | {" | ".join(f"`{mode}`" for mode in MODES)} |
+|---|---|{"---|" * len(MODES)}
+"""
+
+
+def main() -> None:
+    modes = ("ddp", *MODES)
+    with some_hosts() as hosts, tempfile.TemporaryDirectory() as folder:
+        references = {
+            skips: run_trial(modes, fault, hosts, Path(folder) / f"reference-{skips}", patience=60)
+            for skips, fault in REFERENCES.items()
+        }
+        rows = []
+        for number, (name, trial) in enumerate(TRIALS.items()):
+            ran = [mode for mode in modes if mode in ("ddp", *trial.modes)]
+            if trial.small_disk or trial.fault.phase == "save" or len(trial.jobs) > 1:
+                ran.remove("ddp")  # its job saves nothing
+            outcomes = run_named(name, ran, hosts, Path(folder) / str(number))
+            right = references[trial.allowed == SKIPS]
+            cells = [
+                verdict(outcomes[mode][0], right[mode][0]) if mode in ran else "" for mode in modes
+            ]
+            rows.append(f"| {name} | {' | '.join(cells)} |")
+            print(rows[-1], flush=True)
+    (ROOT / "docs" / "faults.md").write_text(HEADER + "\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
