@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from shardstep.comm import connect, refuse_stray_rank
 from shardstep.comm.consensus import check_same_on_all_ranks
@@ -24,7 +26,7 @@ from shardstep.modes.describe import first_lines, report_of
 from shardstep.modes.join import JoinContext, _ZeROJoinHook
 from shardstep.modes.planner import Planned
 from shardstep.params.dtensor import refuse_dtensors
-from shardstep.params.inputs import ParamsArgument, check_class
+from shardstep.params.inputs import ParamsArgument, check_arguments
 from shardstep.plan import ShardPlan
 from shardstep.precision import MixedPrecision, resolve
 from shardstep.report import Report
@@ -102,14 +104,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         optimizer_class: Callable[..., Optimizer],
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
         module: torch.nn.Module | None = None,
-        layout: str = "auto",
+        layout: Literal["auto", "sliced", "whole"] = "auto",
         precision: MixedPrecision | None = None,
         bucket_bytes: int | None = None,
         overlap: bool = True,
@@ -139,7 +141,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         def make_plan() -> Planned:
             if overlap_with_ddp and module is not None:
                 raise ValueError("module= replaces DDP: leave out overlap_with_ddp=True")
-            check_class(optimizer_class)
+            known = inspect.signature(type(self)).parameters
+            check_arguments(known, optimizer_class, defaults, module, bucket_bytes)
             policy = resolve(precision, mode.separate, module is not None)
             recipe = OptimizerRecipe(optimizer_class, defaults)
             layouts = Layouts(layout, recipe, comm.world_size, policy)

@@ -293,6 +293,21 @@ BAD: Bad = {
         "bucket_bytes has to be positive, not 0",
     ),
     "a negative learning rate": (lambda: {"params": [p(4)], "lr": -1.0}, ValueError, "-1.0"),
+    "an option with a letter missing": (
+        lambda: {"params": [p(4)], "modul": torch.nn.Linear(2, 2)},
+        TypeError,
+        "no argument 'modul'; did you mean 'module'",
+    ),
+    "a switch in the place of a module": (
+        lambda: {"params": [p(4)], "module": True},
+        TypeError,
+        "module has to be a torch.nn.Module, not True",
+    ),
+    "bytes in words": (
+        lambda: {"params": [p(4)], "bucket_bytes": "25MB"},
+        TypeError,
+        "bucket_bytes has to be an int, not '25MB'",
+    ),
     "an option the class does not have": (
         lambda: {"params": [p(4)], "beta": 3},
         TypeError,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from types import GeneratorType
 from typing import Any
@@ -174,13 +176,39 @@ def _check(param: torch.Tensor, name: str) -> None:
         )
 
 
-def check_class(given: Any) -> None:
-    """Raise `TypeError` if the user's optimizer class cannot be called."""
-    if not callable(given):
+def check_arguments(
+    known: Collection[str],
+    optimizer_class: Any,
+    defaults: Mapping[str, Any],
+    module: Any,
+    bucket_bytes: Any,
+) -> None:
+    """Raise `TypeError` if an argument has a wrong type or a misspelt name.
+
+    `known` are the names of our own arguments; `defaults` are the options for the class.
+    """
+    if not callable(optimizer_class):
         raise TypeError(
             "optimizer_class has to be a class, such as torch.optim.AdamW, not an object of type "
-            f"{type(given).__name__}; pass the class, and its options as keyword arguments"
+            f"{type(optimizer_class).__name__}; pass the class, and its options as keyword "
+            "arguments"
         )
+    if not isinstance(module, torch.nn.Module | None):
+        raise TypeError(
+            f"module has to be a torch.nn.Module, not {module!r}; pass the model whose parameters "
+            "these are"
+        )
+    if bucket_bytes is not None and type(bucket_bytes) is not int:
+        raise TypeError(f"bucket_bytes has to be an int, not {bucket_bytes!r}")
+    with contextlib.suppress(ValueError):  # of a class that is not written in Python
+        taken = inspect.signature(optimizer_class).parameters.values()
+        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken):
+            return
+        known = {*known, *(each.name for each in taken)}
+    for name in defaults:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        if near and name not in known:
+            raise TypeError(f"there is no argument {name!r}; did you mean {near[0]!r}?")
 
 
 def check_optimizer(made: Any, num_groups: int) -> None:
