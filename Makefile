@@ -12,7 +12,7 @@ help:  ## list the verbs
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,dev,bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,dev,bench,docs]'
 	touch $@
 
 demo: $(READY)  ## train a small GPT with DDP, sharded under DDP and sharded without it, and compare
@@ -53,8 +53,9 @@ bench: $(READY)  ## measure against DDP, torch's ZeroRedundancyOptimizer and FSD
 examples: $(READY)  ## run every example, and every command that the documentation shows
 	$(BIN)/python -m pytest tests/test_examples.py
 
-docs: $(READY)  ## check that every link and code block of the documentation holds
+docs: $(READY)  ## check the documentation's links and code blocks, and build its site in site/
 	$(BIN)/python -m pytest tests/test_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove what the other verbs made
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov site

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 
-from demo_model import GPT, DemoConfig, make_batch, stdlib_source
+from demo_model import GPT, DemoConfig, GPTConfig, make_batch, stdlib_source
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 
 WORLD_SIZE = 2
@@ -66,7 +66,7 @@ def _loss(model: GPT, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 
 def _train(way: Way, seed: int, steps: int, lr: float) -> dict[str, Any]:
     """Train one model. Called on every rank."""
-    config = DemoConfig()
+    config = DemoConfig(model=GPTConfig(), batch_size=8)
     torch.manual_seed(seed)
     model = GPT(config.model)
     if way.rounded_start:

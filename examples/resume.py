@@ -33,11 +33,10 @@ def main() -> None:
     opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, module=model, lr=3e-3)
 
     step = 0
-    if newest := checkpoint.latest(args.folder):
-        loaded = checkpoint.load(newest, opt, model)  # every rank reads the elements it owns now
+    if loaded := checkpoint.resume(args.folder, opt, model):  # each rank reads what it owns now
         step = loaded.extra["step"]
         if opt.rank == 0:
-            print(f"resumed {newest} on {opt.world_size} ranks", flush=True)
+            print(f"resumed {loaded.path} on {opt.world_size} ranks", flush=True)
 
     saving = None
     while step < args.until:

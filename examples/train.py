@@ -51,10 +51,9 @@ def main() -> None:
     loader = DataLoader(data, batch_size=64 // opt.world_size, sampler=sampler)
 
     first_epoch = 0
-    if newest := checkpoint.latest(args.folder):
-        extra = checkpoint.load(newest, opt, model).extra
-        schedule.load_state_dict(extra["schedule"])
-        first_epoch = extra["epoch"] + 1
+    if loaded := checkpoint.resume(args.folder, opt, model):  # the newest intact one, if any
+        schedule.load_state_dict(loaded.extra["schedule"])
+        first_epoch = loaded.extra["epoch"] + 1
 
     for epoch in range(first_epoch, args.epochs):
         sampler.set_epoch(epoch)

@@ -9,6 +9,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -22,9 +23,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.distributed.optim import zero_redundancy_optimizer
 from torch.optim import Optimizer
+from typer.testing import CliRunner
 
 import shardstep
 from shardstep import ZeroRedundancyOptimizer
+from shardstep.cli.app import app
 
 UPSTREAM_PAGE = ROOT / "docs" / "upstream.md"
 
@@ -201,6 +204,43 @@ def test_the_page_mentions_every_name_that_upstream_lacks() -> None:
     ours = {each.name for each in keywords if each.kind is inspect.Parameter.KEYWORD_ONLY}
     ours |= {name for name in vars(ZeroRedundancyOptimizer) if not name.startswith("_")}
     assert sorted(name for name in ours if not re.search(rf"\b{name}\b", spans)) == []
+
+
+# ------------------------------------------------------------------------ claims of other pages
+
+
+def messages() -> str:
+    """Return all texts of the library, with a dot for each value in them."""
+    found = []
+    for path in Path(shardstep.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [n.value if isinstance(n, ast.Constant) else "…" for n in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_every_message_on_the_troubleshooting_page_is_one_of_ours() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+    assert len(quoted) > 30, "the pattern finds too few messages"
+    known = messages()
+    assert [each for each in quoted if each not in known] == []
+
+
+def test_the_memory_table_of_the_readme_is_what_the_plan_says() -> None:
+    table = re.findall(
+        r"^\| `([\w-]+)`, .*?\| (.*) \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE
+    )
+    assert len(table) == 3
+    for model, cells in table:
+        result = CliRunner().invoke(app, ["plan", "--model", model, "--ranks", "8", "--json"])
+        plan = json.loads(result.stdout)["plans"][0]
+        methods = ["ddp", "torch_zero", "drop_in", "module", "fsdp2"]
+        peaks = [f"{plan[method]['peak'] / 1e9:.2f}" for method in methods]
+        assert cells.replace("**", "").split(" | ") == peaks
 
 
 def test_the_design_page_lists_every_room() -> None:
