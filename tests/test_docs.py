@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from typer.testing import CliRunner
 
 import shardstep
-from shardstep import ZeroRedundancyOptimizer
+from shardstep import ZeroRedundancyOptimizer, checkpoint
 from shardstep.cli.app import app
 
 UPSTREAM_PAGE = ROOT / "docs" / "upstream.md"
@@ -228,6 +228,13 @@ def test_every_message_on_the_troubleshooting_page_is_one_of_ours() -> None:
     assert len(quoted) > 30, "the pattern finds too few messages"
     known = messages()
     assert [each for each in quoted if each not in known] == []
+
+
+def test_the_api_page_lists_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    listed = {name.split(".")[-1] for name in re.findall(r"^::: (\S+)", page, flags=re.MULTILINE)}
+    public = {*shardstep.__all__, *checkpoint.__all__} - {"checkpoint"}
+    assert sorted(public - listed) == []
 
 
 def test_the_memory_table_of_the_readme_is_what_the_plan_says() -> None:
