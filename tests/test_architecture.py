@@ -42,6 +42,7 @@ OTHERS_PRIVATE = {
     "_local_tensor",
     "_orig_mod",
     "_execution_engine",
+    "_is_profiler_enabled",
     "_get_backend",
     "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks",

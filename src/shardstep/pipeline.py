@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from shardstep.comm.spans import span
 from shardstep.gather import ParamGather
 from shardstep.gradients import GradientSource
 from shardstep.local.local_optimizer import LocalOptimizer
@@ -102,7 +103,8 @@ class Pipeline:
         """Update this rank's pieces, and write them back to their parameters."""
         gradients.collect()
         try:
-            return act()
+            with span("step"):
+                return act()
         finally:
             self.local.mark_changed()
             gradients.release()

@@ -10,6 +10,7 @@ import torch
 from typing_extensions import override
 
 from shardstep.comm import Comm, Work
+from shardstep.comm.spans import span
 from shardstep.params.storage import ParamStorage
 from shardstep.plan import Bucket, ShardPlan
 
@@ -44,7 +45,8 @@ class ImmediateGather(ParamGather):
 
         def wait_for_oldest() -> None:
             bucket, buffer, work = in_flight.popleft()
-            work.wait()
+            with span("wait for gather", bucket.index):
+                work.wait()
             self._storage.store(bucket, buffer)
 
         if self._comm.world_size == 1:
@@ -54,8 +56,9 @@ class ImmediateGather(ParamGather):
                 continue
             if len(in_flight) == self._storage.depth:
                 wait_for_oldest()
-            buffer = self._storage.load(bucket)
-            in_flight.append((bucket, buffer, self._comm.all_gather(buffer, bucket.cuts)))
+            with span("gather", bucket.index):
+                buffer = self._storage.load(bucket)
+                in_flight.append((bucket, buffer, self._comm.all_gather(buffer, bucket.cuts)))
         while in_flight:
             wait_for_oldest()
 

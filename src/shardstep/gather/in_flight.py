@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from shardstep.comm import Work
+from shardstep.comm.spans import span
 
 
 class Flights:
@@ -70,7 +71,8 @@ class Flights:
             if work is None:
                 return
             # If this raises, the bucket stays in flight: its values must not be read.
-            work.wait()
+            with span("wait for gather", bucket):
+                work.wait()
             for param in self._alive(bucket):
                 if isinstance(param, _InFlight):
                     param.__class__ = param._shardstep_class

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from shardstep.comm import Comm
+from shardstep.comm.spans import span
 from shardstep.gather.base import ParamGather
 from shardstep.gather.in_flight import FailedGather, Flights, on_launching_stream
 from shardstep.params.module_hook import UncopiedHook, remove_hooks, when_freed
@@ -65,7 +66,8 @@ class OverlappedGather(ParamGather):
             if buckets is not None and number not in buckets:
                 continue
             try:
-                work = self._comm.all_gather(self._storage.load(bucket), bucket.cuts)
+                with span("gather", number):
+                    work = self._comm.all_gather(self._storage.load(bucket), bucket.cuts)
             except RuntimeError as raised:
                 error = error or raised
                 work = FailedGather(error)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from shardstep.comm import Comm, Work
+from shardstep.comm.spans import span
 from shardstep.gradients.feeders import Feeder
 from shardstep.gradients.used import UsedParams
 from shardstep.params.sharded_params import ShardedParams
@@ -39,6 +40,7 @@ class Lane:
 class _InFlight:
     """A launched bucket: once `work` is done, `arrive` puts the result in its place."""
 
+    bucket: int
     work: Work
     arrive: Callable[[], None]
 
@@ -86,6 +88,10 @@ class Lanes:
     def launch(self, number: int, feeder: Feeder, used: UsedParams) -> None:
         """Pack a bucket and launch its reduce-scatter. Called on every rank."""
         lane = self._lanes[number]
+        with span("reduce", lane.bucket.index):
+            self._launch(lane, feeder, used)
+
+    def _launch(self, lane: Lane, feeder: Feeder, used: UsedParams) -> None:
         while len(self._in_flight) >= POOL:
             self._wait_for_oldest()
         kept = feeder.kept(lane.params)
@@ -104,7 +110,7 @@ class Lanes:
                 lane.shard.add_(out)
 
         work = self._comm.reduce_scatter(buffer, lane.bucket.cuts, out)
-        self._in_flight.append(_InFlight(work, arrive))
+        self._in_flight.append(_InFlight(lane.bucket.index, work, arrive))
 
     @torch.no_grad()
     def _pack(
@@ -136,7 +142,8 @@ class Lanes:
 
     def _wait_for_oldest(self) -> None:
         oldest = self._in_flight[0]
-        oldest.work.wait()
+        with span("wait for reduce", oldest.bucket):
+            oldest.work.wait()
         self._in_flight.popleft()
         oldest.arrive()
 
