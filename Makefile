@@ -12,7 +12,7 @@ help:  ## list the verbs
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,dev,bench,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,dev,bench,docs,integrations]'
 	touch $@
 
 demo: $(READY)  ## train a small GPT with DDP, sharded under DDP and sharded without it, and compare

@@ -29,6 +29,7 @@ ORDER = (
     "optimizer",
     "elastic",
     "checkpoint",
+    "integrations",
     "cli",
 )
 

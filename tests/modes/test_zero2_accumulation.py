@@ -119,6 +119,15 @@ def _held_back_is_not_sent() -> dict[str, Any]:
     late.opt.step()
     found["the step sends"] = traffic.calls["reduce_scatter"] == num_buckets
     found["same numbers"] = not differing(zero.params, late.params)
+
+    # A closure's gradients are sent with those before it.
+    closed, traffic = _counted()
+    with closed.no_sync():
+        for step in range(3):
+            closed.backward(step)
+    closed.opt.step(lambda: closed.backward(3))
+    found["one round with a closure"] = traffic.calls["reduce_scatter"] == num_buckets
+    found["same numbers with a closure"] = not differing(zero.params, closed.params)
     return found
 
 

@@ -17,6 +17,16 @@ EXTRA_STATE = "_extra_state"
 """Torch's name for the state that a module gets and sets by functions, tensor or not."""
 
 
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside the wrappers of Accelerate, Lightning and Fabric.
+
+    They hold it as `optimizer`. Some also imitate its class, so `isinstance` cannot tell.
+    """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 def comm_of(optimizer: ZeroRedundancyOptimizer | None) -> Comm:
     """Return the ranks that save or load together."""
     from shardstep.optimizer import ZeroRedundancyOptimizer

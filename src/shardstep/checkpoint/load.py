@@ -30,7 +30,7 @@ from shardstep.checkpoint.format import (
     master_of,
     split_masters,
 )
-from shardstep.checkpoint.inputs import check_model, comm_of
+from shardstep.checkpoint.inputs import check_model, comm_of, unwrapped_optimizer
 from shardstep.checkpoint.match import Match
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.comm import Comm
@@ -96,6 +96,7 @@ def load(
         CheckpointError: if the checkpoint is damaged or does not fit.
         TypeError: if `path`, `optimizer` or `model` is of another type.
     """
+    optimizer = unwrapped_optimizer(optimizer)
     comm = comm_of(optimizer)
     what = f"loading {path}"
     if optimizer is not None:

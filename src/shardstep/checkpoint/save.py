@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardstep.checkpoint.inputs import comm_of
+from shardstep.checkpoint.inputs import comm_of, unwrapped_optimizer
 from shardstep.checkpoint.safetensors import Source
 from shardstep.checkpoint.staging import unwatch_sigterm, watch_sigterm
 from shardstep.checkpoint.write import SaveJob, plan_save, write_checkpoint
@@ -187,7 +187,7 @@ def save(
 
     Args:
         path: the folder to create, such as `run/step-1000`; nothing may exist there.
-        optimizer: the optimizer.
+        optimizer: the optimizer, also inside a wrapper of Accelerate, Lightning or Fabric.
         model: the model, plain or inside DDP or torch.compile. The ranks write a share of its
             parameters each; rank 0 writes the buffers.
         extra: rank 0's numbers, text and tensors, in lists and dicts.
@@ -202,6 +202,7 @@ def save(
         OSError: if it cannot be written there.
         TypeError: if there is a value that a checkpoint cannot hold.
     """
+    optimizer = unwrapped_optimizer(optimizer)
     comm = comm_of(optimizer)
     _state_of(optimizer).finish_running(comm)
     job = plan_save(path, optimizer, model, extra, keep_last)
@@ -235,6 +236,7 @@ def async_save(
     Raises:
         RuntimeError: on every rank, if the save before this one failed; this one is not begun then.
     """
+    optimizer = unwrapped_optimizer(optimizer)
     comm = comm_of(optimizer)
     state = _state_of(optimizer)
     state.finish_running(comm)

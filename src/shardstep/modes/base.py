@@ -19,7 +19,6 @@ from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
 from shardstep.modes.frozen import FrozenPieces
 from shardstep.modes.join import JoinContext
-from shardstep.modes.lockstep import Lockstep
 from shardstep.modes.planner import Planned, Planner, Settings
 from shardstep.params.inputs import describe_options, parameters
 from shardstep.params.module_watch import ModuleWatch
@@ -37,7 +36,6 @@ from shardstep.state.replan import (
 from shardstep.state.view import ShardView
 
 CONSTRUCTING = "constructing ZeroRedundancyOptimizer"
-FOLLOWING = "following a change of the parameters"
 
 
 class Mode(ShardView):
@@ -50,7 +48,6 @@ class Mode(ShardView):
         gather_comm: the ranks, on the connections that gathers use.
         known_module: the module that the parameters are known to belong to, outside of wrappers.
         groups: the parameter groups that the user sees.
-        lockstep: compares the ranks' positions and options.
     """
 
     groups: list[dict[str, Any]]
@@ -58,6 +55,9 @@ class Mode(ShardView):
 
     title: str
     """The mode in the user's words."""
+
+    module: torch.nn.Module | None = None
+    """The module of `module=`."""
 
     bucket_views = True
     """True if parameters live in the buckets."""
@@ -75,7 +75,6 @@ class Mode(ShardView):
         self.watch: ModuleWatch | None = None
         self.join = join
         self.begun: set[int] = set()
-        self.lockstep = Lockstep(self)
 
     # ------------------------------------------------------------------------------ construction
 
@@ -165,8 +164,6 @@ class Mode(ShardView):
         if params.unchanged():
             return
         self.pipeline.gather.wait()
-        if self.local.hand_edit() is not None:
-            self.replan(FOLLOWING, self.planner.plan)  # raises on every rank
         specs = self.planner.specs()
         if self.pipeline.gradients.has_gradients():
             # Gradients lie where the plan in force has put them: freezing and unfreezing between
@@ -180,7 +177,7 @@ class Mode(ShardView):
         if tuple(specs) == self.plan.specs:
             params.attach()
         else:
-            self.replan(FOLLOWING, self.planner.plan)
+            self.replan("following a change of the parameters", self.planner.plan)
 
     def add_group(self, add: Callable[[], None]) -> None:
         """Call `add`, which appends a group, and place its parameters. Called on every rank.
@@ -217,7 +214,6 @@ class Mode(ShardView):
         rank, before, local = self.comm.group_rank, self.plan, self.pipeline.local
 
         def check_and_make() -> Planned:
-            local.refuse_hand_edit()
             # Within the check: accumulated gradients may be there on some ranks only.
             refuse_lost_gradients(rank, what, self.pipeline.gradients.has_gradients())
             if self.comm.world_size > 1 or self.bucket_views:
@@ -259,7 +255,7 @@ class Mode(ShardView):
         self.pipeline = self._build(params, old.local)
         if paused:
             self.pipeline.gradients.pause()
-        old.local.adopt(params, states)
+        old.local.adopt(params.shard, states)
         # State that the class made for a frozen 16-bit parameter has 16 bits; it needs more now.
         if new & self.widened:
             old.local.begin(new & self.widened)
@@ -285,25 +281,14 @@ class Mode(ShardView):
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> float | None:
         """Take one step. Called on every rank."""
+        if closure is not None:
+            closure = evaluated(closure)
         if not self.join.shadowing:
             self.before_step()
-        self.meet()
-        with self.lockstep.stepping():
-            self.follow(stepping=True)
-            loss = self.pipeline.step(closure, **kwargs)
-            self.after_step()
+        self.follow(stepping=True)
+        loss = self.pipeline.step(closure, **kwargs)
+        self.after_step()
         return loss
-
-    def meet(self) -> None:
-        """Check that all ranks are at the same step with the same options. Called on every rank."""
-        self.lockstep.meet()
-
-    def recover(self) -> None:
-        """Give up the batch that failed on a rank. Called on every rank."""
-        raise RuntimeError(
-            "recover() needs module=: without it, DDP or your code reduces the gradients, and this "
-            "optimizer cannot give such a reduction up"
-        )
 
     def before_step(self) -> None:
         """Let joined ranks take part in the step. Called on every rank that has data."""
@@ -390,3 +375,13 @@ class Mode(ShardView):
         """Restore plain parameters and remove all hooks. Called on every rank."""
         trainable = self.pipeline.params.trainable
         self.pipeline.detach(index for index, trains in enumerate(trainable) if trains)
+
+
+def evaluated(closure: Closure) -> Closure:
+    """Evaluate a closure, and return one that gives the result to the first who asks.
+
+    Before the step: its gradients and those that `no_sync()` held back are then reduced together.
+    """
+    with torch.enable_grad():
+        losses = [closure()]
+    return lambda: losses.pop() if losses else closure()

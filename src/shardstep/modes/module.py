@@ -44,7 +44,7 @@ class ModuleMode(Mode):
         broadcast_buffers: bool,
     ) -> None:
         super().__init__(comm, join, module)
-        self._module = module
+        self.module = self._module = module
         self._overlap = overlap
         self._broadcast_buffers = broadcast_buffers
         # Whether a forward pass may have changed the buffers of each rank in its own way.
@@ -91,13 +91,7 @@ class ModuleMode(Mode):
     @override
     def make_gradients(self, params: ShardedParams) -> GradReducer:
         self._reducer = GradReducer(
-            self.comm,
-            params,
-            AutogradFeeder(),
-            self.precision,
-            self._overlap,
-            self._announce,
-            self.lockstep,
+            self.comm, params, AutogradFeeder(), self.precision, self._overlap, self._announce
         )
         return self._reducer
 
@@ -176,20 +170,6 @@ class ModuleMode(Mode):
 
     @override
     def after_step(self) -> None:
-        self._sync_buffers()
-
-    @override
-    def meet(self) -> None:
-        pass  # notes travel with every round
-
-    @override
-    def recover(self) -> None:
-        if self.join.enabled:
-            raise RuntimeError(
-                f"rank {self.comm.group_rank}: recover() cannot be called within Join: joined "
-                "ranks would not take part"
-            )
-        self._reducer.recover()
         self._sync_buffers()
 
     @override

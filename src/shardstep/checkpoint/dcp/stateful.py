@@ -23,7 +23,7 @@ import torch
 from shardstep.checkpoint.dcp.placeholder import Placeholder
 from shardstep.checkpoint.dcp.portable import contains, from_portable, to_portable
 from shardstep.checkpoint.dcp.survey import GlobalState, ParamState, survey_state
-from shardstep.checkpoint.inputs import named_params
+from shardstep.checkpoint.inputs import named_params, unwrapped_optimizer
 from shardstep.comm.consensus import check_same_on_all_ranks
 from shardstep.local.multi_class import extras
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
@@ -71,7 +71,7 @@ class Sharded:
     """
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, *, param_names: bool = False) -> None:
-        self._optimizer = optimizer
+        self._optimizer: ZeroRedundancyOptimizer = unwrapped_optimizer(optimizer)
         self._param_names = param_names
 
     def state_dict(self) -> dict[str, Any]:

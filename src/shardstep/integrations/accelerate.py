@@ -1,0 +1,126 @@
+"""Hugging Face Accelerate: `prepare` with sharded optimizers among the objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
+
+from shardstep.integrations.sharded import NoSync, give_no_sync, sharded
+from shardstep.optimizer import ZeroRedundancyOptimizer
+
+_OTHERS = (
+    DistributedType.DEEPSPEED,
+    DistributedType.FSDP,
+    DistributedType.MEGATRON_LM,
+    DistributedType.XLA,
+)
+
+
+def prepare(accelerator: Accelerator, *objects: Any) -> Any:
+    """Prepare objects as `accelerator.prepare` does, and return them in the same order.
+
+    Called on every rank. A module that a sharded optimizer has as `module=` gets no DDP wrapper.
+    `accelerator.accumulate`, `no_sync`, `clip_grad_norm_` and `save_state` then work through the
+    optimizer.
+
+    Args:
+        accelerator: the accelerator; not one for DeepSpeed, FSDP, Megatron or XLA.
+        *objects: models, optimizers, data loaders and schedulers.
+
+    Raises:
+        ValueError: if the accelerator shards by itself, or the module of an optimizer is missing.
+    """
+    if accelerator.distributed_type in _OTHERS:
+        raise ValueError(
+            f"this accelerator's type is {accelerator.distributed_type}, which shards or reduces "
+            "by itself; use a sharded optimizer where Accelerate would use DDP"
+        )
+    optimizers = [found for each in objects if (found := _sharded(each)) is not None]
+    modules = {id(each.mode.module): each for each in optimizers if each.mode.module is not None}
+    missing = modules.keys() - {id(each) for each in objects}
+    if missing:
+        raise ValueError(
+            "an optimizer with module= has to be prepared together with its module, a "
+            f"{type(modules[missing.pop()].mode.module).__name__}"
+        )
+    prepared = list(objects)
+    # Schedulers last: each looks for its optimizer among those that are prepared.
+    for number, each in sorted(enumerate(objects), key=lambda pair: _turn(pair[1])):
+        found = _sharded(each)
+        if id(each) in modules:
+            prepared[number] = _prepare_module(accelerator, modules[id(each)])
+        elif found is not None and not isinstance(each, AcceleratedOptimizer):
+            prepared[number] = _prepare_optimizer(accelerator, found)
+        else:
+            # Of the class: the Trainer mixin puts this function in the instance's place.
+            prepared[number] = Accelerator.prepare(accelerator, each)
+    return tuple(prepared) if len(prepared) != 1 else prepared[0]
+
+
+def _sharded(each: Any) -> ZeroRedundancyOptimizer | None:
+    return sharded(each) if isinstance(each, torch.optim.Optimizer) else None
+
+
+def _turn(each: Any) -> int:
+    kinds = (torch.nn.Module, torch.optim.Optimizer)
+    return next((turn for turn, kind in enumerate(kinds) if isinstance(each, kind)), len(kinds))
+
+
+def _prepare_module(
+    accelerator: Accelerator, optimizer: ZeroRedundancyOptimizer
+) -> torch.nn.Module:
+    before = getattr(optimizer.mode.module, "no_sync", None)
+    module = give_no_sync(optimizer)
+    if isinstance(before, NoSync):
+        return module  # a second call would wrap its forward again
+    # With `evaluation_mode` it does all but wrap the model in DDP.
+    model: torch.nn.Module = accelerator.prepare_model(module, evaluation_mode=True)
+    return model
+
+
+def _prepare_optimizer(
+    accelerator: Accelerator, optimizer: ZeroRedundancyOptimizer
+) -> AcceleratedOptimizer:
+    # State is made on the parameters' devices. Placing it would ask each rank for all of it.
+    wrapped = accelerator.prepare_optimizer(optimizer, device_placement=False)
+    everywhere = accelerator.project_configuration.save_on_each_node
+
+    def consolidate(models: object, weights: object, folder: object) -> None:
+        optimizer.consolidate_state_dict(to="all" if everywhere else 0)
+
+    def state_dict() -> dict[str, Any]:
+        # `save_state` asks every rank, and writes the main process's answer.
+        return optimizer.state_dict() if everywhere or optimizer.rank == 0 else {}
+
+    accelerator.register_save_state_pre_hook(consolidate)
+    wrapped.state_dict = state_dict
+    if optimizer.mode.module is not None:
+        _clip_through(accelerator, optimizer)
+    return wrapped
+
+
+def _clip_through(accelerator: Accelerator, optimizer: ZeroRedundancyOptimizer) -> None:
+    """Let the accelerator clip the sharded gradients of `optimizer` through it."""
+    own = accelerator.clip_grad_norm_
+
+    def clip(parameters: Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        asked = {id(param) for param in given if param.requires_grad}
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        trained = {id(param) for param in held if param.requires_grad}
+        if not asked & trained:
+            return own(given, *args, **kwargs)
+        if asked != trained:
+            raise ValueError(
+                f"rank {optimizer.rank}: with module=, gradients are clipped for all "
+                f"{len(trained)} trainable parameters of the optimizer together, but {len(asked)} "
+                "were given; pass model.parameters()"
+            )
+        accelerator.unscale_gradients()
+        return optimizer.clip_grad_norm_(*args, **kwargs)
+
+    accelerator.clip_grad_norm_ = clip

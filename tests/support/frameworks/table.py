@@ -1,0 +1,57 @@
+"""The rows of the table in docs/frameworks.md, from runs at two ranks and at one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ranks import run_ranks
+
+from frameworks.cells import COLUMNS, KINDS, rows, rows_elsewhere
+
+
+class Framework(NamedTuple):
+    """A framework, and the ways to shard in it."""
+
+    package: str
+    drop_in: str
+    module: str
+
+
+FRAMEWORKS = {
+    "accelerate": Framework(
+        "accelerate", "`prepare(accelerator, ...)`", "`prepare(accelerator, ...)`"
+    ),
+    "trainer": Framework("transformers", "`ConsolidateOnSave`", "`ShardstepTrainerMixin`"),
+    "lightning": Framework("lightning", "nothing", "`ShardstepStrategy`"),
+    "fabric": Framework("lightning", "nothing", "`ShardstepFabricStrategy`"),
+}
+
+
+def _run(make: Callable[..., Any], name: str, folder: Path) -> Any:
+    return make(importlib.import_module(f"frameworks.with_{name}").run, KINDS, folder)
+
+
+def rows_of(name: str, folder: Path) -> dict[str, dict[str, str]]:
+    """Return the rows of one framework, by kind."""
+    found, other_rank = run_ranks(_run, 2, rows, name, folder, timeout=280)
+    assert found == other_rank
+    (elsewhere,) = run_ranks(_run, 1, rows_elsewhere, name, folder)
+    return {kind: {**found[kind], "resume at another N": elsewhere[kind]} for kind in KINDS}
+
+
+def header() -> list[str]:
+    """Return the table's first two lines."""
+    names = ["framework", "mode", "adapter", *COLUMNS]
+    return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+
+
+def lines(name: str, found: dict[str, dict[str, str]]) -> list[str]:
+    """Return the table's lines for one framework."""
+    adapters = (FRAMEWORKS[name].drop_in, FRAMEWORKS[name].module)
+    return [
+        f"| {name} | {kind} | {adapter} | {' | '.join(found[kind][each] for each in COLUMNS)} |"
+        for kind, adapter in zip(KINDS, adapters, strict=True)
+    ]
