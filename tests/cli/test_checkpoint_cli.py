@@ -297,3 +297,46 @@ def test_help_helps(command: str) -> None:
     shown = succeeds(command, "--help")
     assert "Usage" in shown
     assert len(shown) > 400
+
+
+# ------------------------------------------------------------------------- wrong paths and classes
+
+
+def test_a_path_that_is_none_or_a_folder_of_checkpoints_is_explained(path: Path) -> None:
+    nowhere = path.parent / "nope"
+    for verb in (["inspect"], ["verify"], ["export"], ["import"]):
+        out = [] if verb[0] in ("inspect", "verify") else [path.parent / "out"]
+        assert fails(*verb, nowhere, *out) == f"error: {nowhere} does not exist"
+    save(path.parent / "step-2")
+    found = fails("verify", path.parent)
+    assert found.endswith("is a folder of checkpoints: name one of them, step-1, step-2")
+
+
+def test_our_own_checkpoint_is_not_imported(path: Path) -> None:
+    out = path.parent / "out"
+    assert "is a shardstep checkpoint already; load it as it is" in fails("import", path, out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("SGD", "it has 'exp_avg', 'exp_avg_sq', 'step', but SGD keeps nothing"),
+        ("no.such.Lion", "'no.such.Lion' cannot be imported (No module named 'no')"),
+    ],
+)
+def test_a_wrong_class_is_noticed_on_import(path: Path, name: str, message: str) -> None:
+    file, out = path.parent / "file.pt", path.parent / "out"
+    succeeds("export", path, file)
+    assert message in fails("import", file, out, "--optimizer-class", name)
+    succeeds("import", file, out, "--optimizer-class", "torch.optim.AdamW")
+    assert ckpt.summary(out)["optimizer"]["class"] == "torch.optim.adamw.AdamW"
+
+
+def test_every_command_answers_in_json(path: Path) -> None:
+    assert json.loads(succeeds("verify", path, "--json"))["complete"] is True
+    made = json.loads(succeeds("reshard", path, path.parent / "two", "--ranks", 2, "--json"))
+    assert ckpt.is_checkpoint(made["path"])
+    made = json.loads(succeeds("export", path, path.parent / "file.pt", "--json"))
+    made = json.loads(succeeds("import", made["path"], path.parent / "again", "--json"))
+    assert ckpt.is_checkpoint(made["path"])

@@ -69,15 +69,23 @@ def write_manifest(folder: Path, saved_at: int, files: Mapping[str, Digest]) -> 
     write_text(folder / MANIFEST, json.dumps(manifest | {"digest": _digest(manifest)}))
 
 
+def require_folder(path: Path) -> None:
+    """Raise if there is nothing at `path`, or a file."""
+    require(os.path.lexists(path), f"{path} does not exist")
+    require(path.is_dir(), f"{path} is not a folder; a checkpoint is one")
+
+
 def read_manifest(path: Path) -> Manifest:
     """Read and check the manifest of the checkpoint at `path`."""
     file = path / MANIFEST
     if status_of(file) is None:
-        require(os.path.isdir(path), f"{path} is not a folder; a checkpoint is one")
-    require(
-        status_of(file) is not None,
-        f"{path} has no {MANIFEST}: it is not a checkpoint, or one that was never completed",
-    )
+        require_folder(path)
+        inside = sorted(each.parent.name for each in path.glob(f"*/{MANIFEST}"))
+        listed = f"{', '.join(inside[-5:])}{' and others' if len(inside) > 5 else ''}"
+        require(not inside, f"{path} is a folder of checkpoints: name one of them, {listed}")
+        raise CheckpointError(
+            f"{path} has no {MANIFEST}: it is not a checkpoint, or one that was never completed"
+        )
     said = read_json(file)
     known = isinstance(said, dict) and said.get("format") == FORMAT
     require(known, f"{file}: does not say that this is a {FORMAT}")

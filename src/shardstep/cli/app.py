@@ -9,15 +9,10 @@ import typer
 from shardstep import __version__
 from shardstep.cli.checkpoint import app as checkpoint_app
 from shardstep.cli.demo import demo
+from shardstep.cli.flags import App
 from shardstep.cli.plan import plan
 
-app = typer.Typer(
-    name="shardstep",
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_show_locals=False,
-)
+app = App(name="shardstep", add_completion=False, pretty_exceptions_show_locals=False)
 
 # The demo reads its options itself.
 unread = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

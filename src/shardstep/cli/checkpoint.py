@@ -14,15 +14,13 @@ from rich.filesize import decimal as show_nbytes
 from shardstep import checkpoint as ckpt
 from shardstep.cli.checkpoint_tables import listing_report, summary_report
 from shardstep.cli.errors import printable, reporting
+from shardstep.cli.flags import App
 from shardstep.cli.units import parse_nbytes
 
-app = typer.Typer(
-    help="Inspect, verify, reshard, export and import checkpoints.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-)
+app = App(help="Inspect, verify, reshard, export and import checkpoints.")
 
 Source = Annotated[Path, typer.Argument(metavar="PATH", help="The checkpoint.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NoVerify = Annotated[
     bool, typer.Option("--no-verify", help="Do not compare files with their digests first.")
 ]
@@ -43,12 +41,16 @@ class Form(StrEnum):
     safetensors = "safetensors"
 
 
+def _say(as_json: bool, text: str, **values: object) -> None:
+    typer.echo(json.dumps(values) if as_json else text)
+
+
 @app.command()
 def inspect(
     path: Annotated[
         Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of checkpoints.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor and its files.")
     ] = False,
@@ -76,7 +78,7 @@ def inspect(
 
 
 @app.command()
-def verify(path: Source) -> None:
+def verify(path: Source, as_json: AsJson = False) -> None:
     """Check that a checkpoint is as it was written.
 
     Compares every file with its digest, and finds every chunk of every tensor in its file, without
@@ -84,7 +86,8 @@ def verify(path: Source) -> None:
     """
     with reporting() as stages:
         nbytes, num_tensors = ckpt.verify(path, stages=stages)
-    typer.echo(f"OK: {printable(path)} is complete, {num_tensors:,} tensors, {show_nbytes(nbytes)}")
+    said = f"OK: {printable(path)} is complete, {num_tensors:,} tensors, {show_nbytes(nbytes)}"
+    _say(as_json, said, path=str(path), complete=True, tensors=num_tensors, nbytes=nbytes)
 
 
 @app.command()
@@ -100,6 +103,7 @@ def reshard(
         ),
     ] = None,
     no_verify: NoVerify = False,
+    as_json: AsJson = False,
 ) -> None:
     """Rewrite a checkpoint as another number of ranks would have written it.
 
@@ -117,7 +121,7 @@ def reshard(
             verify=not no_verify,
             stages=stages,
         )
-    typer.echo(f"wrote {printable(made)}")
+    _say(as_json, f"wrote {printable(made)}", path=str(made))
 
 
 @app.command()
@@ -143,6 +147,7 @@ def export(
         ),
     ] = "5GB",
     no_verify: NoVerify = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in another program's format.
 
@@ -170,7 +175,7 @@ def export(
             verify=not no_verify,
             stages=stages,
         )
-    typer.echo(f"wrote {printable(made)}")
+    _say(as_json, f"wrote {printable(made)}", path=str(made))
 
 
 @app.command(name="import")
@@ -193,7 +198,8 @@ def import_(
     optimizer_class: Annotated[
         str | None,
         typer.Option(
-            help="The optimizer's class, such as AdamW or some.module.Lion, to be compared on load."
+            help="The optimizer's class, such as AdamW or some.module.Lion, to be compared with "
+            "the state now, and on load."
         ),
     ] = None,
     names: Annotated[
@@ -204,6 +210,7 @@ def import_(
             "of its groups, if its state dict has none.",
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint of another program's file, for `shardstep.checkpoint.load`.
 
@@ -223,4 +230,4 @@ def import_(
             optimizer_class=optimizer_class,
             stages=stages,
         )
-    typer.echo(f"wrote {printable(made)}")
+    _say(as_json, f"wrote {printable(made)}", path=str(made))

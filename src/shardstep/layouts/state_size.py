@@ -44,9 +44,10 @@ def tensor_state(recipe: OptimizerRecipe, shape: tuple[int, ...], dtype: torch.d
         return StateSize(fixed=nbytes * math.prod(shape) // math.prod(small))
 
 
-def _state_nbytes(
+def try_state(
     recipe: OptimizerRecipe, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> int:
+) -> dict[str, Any]:
+    """Return the state that the class keeps of one parameter after two steps."""
     with sandbox(recipe.optimizer_class, _CPU):
         param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         opt = recipe.make([[param]], _CPU)
@@ -54,7 +55,13 @@ def _state_nbytes(
         for _ in range(STEPS):
             param.grad = torch.ones_like(param)
             opt.step()
-        return tensor_nbytes([opt.state[param]])
+        return dict(opt.state[param])
+
+
+def _state_nbytes(
+    recipe: OptimizerRecipe, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> int:
+    return tensor_nbytes(try_state(recipe, shape, dtype, device))
 
 
 def tensor_nbytes(value: Any) -> int:

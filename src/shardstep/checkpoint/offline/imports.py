@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.errors import CheckpointError, require
 from shardstep.checkpoint.file_layout import HF_INDEX, WEIGHTS, FileLayout, made_by, state_key
 from shardstep.checkpoint.files import Stages, no_stages, read_json
 from shardstep.checkpoint.format import (
@@ -31,10 +31,11 @@ from shardstep.checkpoint.format import (
     attach_masters,
 )
 from shardstep.checkpoint.inputs import split_state_dict
+from shardstep.checkpoint.offline.class_name import check_class_name
 from shardstep.checkpoint.offline.one_process import write_alone
+from shardstep.checkpoint.offline.summary import is_checkpoint
 from shardstep.checkpoint.safetensors import File, Source, Streamed
 from shardstep.checkpoint.write import add_options
-from shardstep.local.multi_class import full_name
 from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Box
 from shardstep.state.torch_dict import KNOWN_KEYS
@@ -129,6 +130,12 @@ def import_file(
         OSError: if it cannot be written.
     """
     source = Path(file)
+    if is_checkpoint(source):
+        raise CheckpointError(
+            f"{source} is a shardstep checkpoint already; load it as it is, or rewrite it with "
+            "reshard or export"
+        )
+    require(source.exists(), f"{source} does not exist")
     if source.is_dir() or source.suffix == ".safetensors":
         if any(each is not None for each in (model_key, optimizer_key, names, optimizer_class)):
             raise ValueError(f"{source} has weights only; leave out keys, names and the class")
@@ -283,6 +290,8 @@ def _save_optimizer(
     optimizer_class: str | None,
 ) -> SavedOptimizer:
     state, groups, masters, rounded = _check_state_dict(state_dict)
+    states = [state.get(key) for group in groups for key in group["params"]]
+    class_name = check_class_name(optimizer_class, states, groups)
     state = attach_masters(state, masters)
     keys = [key for group in groups for key in group["params"]]
     called = _param_names(groups, keys, names)
@@ -304,7 +313,7 @@ def _save_optimizer(
         )
     extra_entries = {key: value for key, value in state_dict.items() if key not in KNOWN_KEYS}
     return SavedOptimizer(
-        _full_class_name(optimizer_class),
+        class_name,
         positional,
         stepped=bool(state),
         params=tuple(params),
@@ -408,16 +417,3 @@ def _save_param(
     node = with_leaves(node, lambda n, leaf: [*leaf[:-1], None] if n in stored else leaf)
     per_element = tuple(leaf.shape == shape for leaf in found)
     return SavedParam(name, shape, dtype, True, Tree(node, stored), per_element)
-
-
-def _full_class_name(optimizer_class: str | None) -> str | None:
-    """Return the full name of a class, given that or the short name of one of torch's."""
-    if optimizer_class is None or "." in optimizer_class:
-        return optimizer_class
-    cls = getattr(torch.optim, optimizer_class, None)
-    if not isinstance(cls, type):
-        raise CheckpointError(
-            f"torch.optim has no class {optimizer_class!r}; give the full name, such as "
-            "some.module.Lion"
-        )
-    return full_name(cls)

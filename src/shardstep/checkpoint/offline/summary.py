@@ -20,7 +20,7 @@ from shardstep.checkpoint.format import (
     master_of,
     own_entries,
 )
-from shardstep.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest
+from shardstep.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest, require_folder
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.staging import check_lengths, find_checkpoints, leftovers
 from shardstep.state.tree import Node, leaves, name_of, with_leaves
@@ -68,8 +68,7 @@ def listing(parent: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = Path(parent)
     complete, problems = find_checkpoints(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; a checkpoint is one")
+    require_folder(folder)
     entries: list[dict[str, Any]] = []
     for path in complete:
         try:

@@ -1,0 +1,44 @@
+"""The command as a whole: help, and Ctrl-C at any moment."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from shardstep.cli.app import app
+
+COMMANDS = ["", "plan", "checkpoint", *(f"checkpoint {verb}" for verb in ("inspect", "verify"))]
+COMMANDS += [f"checkpoint {verb}" for verb in ("reshard", "export", "import")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_flags_without_a_type_and_every_command_can_print_json(command: str) -> None:
+    shown = CliRunner().invoke(app, [*command.split(), "--help"]).stdout
+    assert "--help" in shown
+    assert "<bool>" not in shown
+    assert ("--json" in shown) is (command not in ("", "checkpoint"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.2, 0.5, 1.0, 4.0])
+def test_ctrl_c_is_clean(after_s: float) -> None:
+    code = "import shardstep_command as c; print('up', flush=True); c.main()"
+    ranks = ",".join(map(str, range(2, 4000)))
+    command = [sys.executable, "-c", code, "plan", "--model", "mixtral-8x7b", "--ranks", ranks]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        time.sleep(after_s)
+        child.send_signal(signal.SIGINT)
+        try:
+            out, err = child.communicate(timeout=60)
+        finally:
+            child.kill()
+    assert "Traceback" not in out + err
+    assert child.returncode == 130
