@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -23,11 +22,10 @@ from shardstep.local.train_eval import MODES, has_train_eval
 from shardstep.modes import DropIn, InsideDDP, Mode, ModuleMode, Settings
 from shardstep.modes.base import CONSTRUCTING
 from shardstep.modes.describe import first_lines, report_of
-from shardstep.modes.join import JoinContext, _ZeROJoinHook
+from shardstep.modes.front import ModeFront
+from shardstep.modes.join import JoinContext
 from shardstep.modes.planner import Planned
-from shardstep.params.dtensor import refuse_dtensors
 from shardstep.params.inputs import ParamsArgument, check_arguments
-from shardstep.plan import ShardPlan
 from shardstep.precision import MixedPrecision, resolve
 from shardstep.report import Report
 from shardstep.state.state_dict import (
@@ -35,15 +33,13 @@ from shardstep.state.state_dict import (
     StateDict,
     consolidate,
     full_state_dict,
-    gather_whole,
     load_full,
     run_load_hooks,
     run_state_dict_hooks,
 )
-from shardstep.state.view import ShardView
 
 
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(ModeFront):
     """Wraps an optimizer class so that N ranks keep one copy of its state between them.
 
     Each rank's local optimizer, an unmodified `optimizer_class`, updates about 1/N of the elements
@@ -127,7 +123,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.rank = comm.group_rank
         self.global_rank = dist.get_rank() if self.process_group is not None else 0
         self._consolidated: Consolidated | None = None
-        Joinable.__init__(self)
+        super().__init__()
         join = JoinContext(self)
         if module is not None:
             self.mode: Mode = ModuleMode(comm, join, module, overlap, broadcast_buffers)
@@ -158,21 +154,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = True
 
     # ------------------------------------------------------------------------ plan and parameters
-
-    @property
-    def optim(self) -> Optimizer:
-        """The local optimizer, on this rank's pieces."""
-        return self.mode.optim
-
-    @property
-    def plan(self) -> ShardPlan:
-        """The placement: which rank owns which elements."""
-        return self.mode.plan
-
-    @property
-    def shards(self) -> ShardView:
-        """This rank's share of the state, as checkpoints see it."""
-        return self.mode
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as for any optimizer, and place them.
@@ -250,6 +231,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         return self.mode.no_sync()
 
+    def recover(self) -> None:
+        """Give up a batch on which a rank has failed; needs `module`. Called on every rank.
+
+        A rank on which the loader, forward, backward or the closure raised calls this in its
+        handler. `step()`, `zero_grad()` or the next backward pass then raises `BatchSkippedError`
+        on the other ranks, which call this in theirs. Gradients are cleared, no step is taken, and
+        all ranks go on with the next batch. Loaded options and state stay as they are.
+
+        Example:
+            >>> model = torch.nn.Linear(4, 4)
+            >>> opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, module=model)
+            >>> try:
+            ...     model(torch.ones(1, 5)).sum().backward()
+            ...     opt.step()
+            ... except RuntimeError:  # BatchSkippedError is one
+            ...     opt.recover()
+        """
+        self.mode.recover()
+
     def apply(self, act: Callable[[Optimizer], object]) -> None:
         """Let every rank's local optimizer change its pieces, and gather the result.
 
@@ -292,25 +292,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Answer `GradScaler.step`: this optimizer does not unscale gradients itself."""
         self.mode.check_scaler()
         return False
-
-    # ------------------------------------------------------------------------------ whole tensors
-
-    def full_grad(self, parameter: torch.Tensor | str) -> torch.Tensor | None:
-        """Return the whole gradient of a parameter, or None. Called on every rank."""
-        return self.mode.full_grad(self.mode.index_of(parameter))
-
-    def full_state(self, parameter: torch.Tensor | str) -> dict[str, Any]:
-        """Return the whole state of a parameter; empty if it has none. Called on every rank."""
-        return dict(self._whole(parameter, self.mode.local.states()) or {})
-
-    def full_master(self, parameter: torch.Tensor | str) -> torch.Tensor | None:
-        """Return the whole master of a parameter, or None. Called on every rank."""
-        master: torch.Tensor | None = self._whole(parameter, self.mode.masters())
-        return master
-
-    def _whole(self, parameter: torch.Tensor | str, held: Mapping[int, Any]) -> Any:
-        index = self.mode.index_of(parameter)
-        return gather_whole(self.mode.comm, self.plan, index, held, self.mode.params)
 
     # ---------------------------------------------------------------------------------- the state
 
@@ -367,27 +348,4 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: if it does not fit this optimizer's parameters; nothing is loaded then.
         """
         run_load_hooks(self, state_dict, lambda full: load_full(self.mode, self.param_groups, full))
-
-    # ------------------------------------------------------------------------------- uneven inputs
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook by which a rank without data shadows the others; takes no options.
-
-        Use `Join([ddp_model, optimizer])`. With `module`, list the optimizer first.
-        """
-        refuse_dtensors(
-            zip((spec.name for spec in self.plan.specs), self.mode.params, strict=True),
-            "joined ranks cannot be sent gradients of its parts; give all ranks the same number of "
-            "batches",
-        )
-        return _ZeROJoinHook(lambda: self.mode.shadow(self.step, self.zero_grad))
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the first parameter."""
-        return self.mode.params[0].device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group."""
-        return self.process_group
+        self.mode.lockstep.loads += 1

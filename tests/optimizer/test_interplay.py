@@ -16,6 +16,7 @@ from traffic import counted
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
+from shardstep.modes.lockstep import Lockstep
 
 
 def adamw(model: nn.Module) -> ZeroRedundancyOptimizer:
@@ -124,8 +125,8 @@ def test_a_report_counts_masters_and_what_travels_in_another_dtype(
 ) -> None:
     for report in run_ranks(reported, 2, reduce_dtype, frozen):
         (reduced, gathered), sent = report["sent"]
-        # Which parameters had a gradient is gathered too, a byte for each.
-        assert sent == [reduced, gathered + 6 - frozen]
+        # Which parameters had a gradient is gathered too, a byte for each, behind a note.
+        assert sent == [reduced, gathered + Lockstep.nbytes + 6 - frozen]
         assert report["masters"][0] == report["masters"][1] > 0
         assert "masters" in report["text"]
 

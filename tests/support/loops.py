@@ -360,6 +360,26 @@ def closure(setup: Setup) -> list[Tensor]:
 
 
 @scenario()
+def edit_options_by_hand(setup: Setup) -> list[Tensor]:
+    """The list rebound, a group and a list of parameters replaced, options added and deleted."""
+    found = []
+    for step in range(6):
+        groups = setup.opt.param_groups
+        if step == 1:
+            groups[0]["initial_lr"] = 9.0
+        elif step == 2:
+            setup.opt.param_groups = [{**group, "lr": 0.02} for group in groups]
+        elif step == 3:
+            groups[0] = {**groups[0], "params": list(groups[0]["params"]), "weight_decay": 0.2}
+        elif step == 4:
+            del groups[0]["initial_lr"]
+        setup.backward(step)
+        setup.finish()
+        found.append(torch.tensor("initial_lr" in setup.opt.param_groups[0]))
+    return found
+
+
+@scenario()
 def hooks_around_the_step(setup: Setup) -> list[Tensor]:
     """They run once for each step, and the second sees its result."""
     seen = []

@@ -94,3 +94,9 @@ def run_commands(commands: str, folder: Path) -> str:
     )
     assert done.returncode == 0, f"{commands}\n{done.stdout[-3000:]}"
     return done.stdout
+
+
+if __name__ == "__main__":  # python tests/support/pages.py README.md FOLDER: write its files there
+    for each in read(Path(sys.argv[1]).resolve())[1]:
+        if each.mark.startswith("file: "):
+            (Path(sys.argv[2]) / each.mark.removeprefix("file: ")).write_text(each.code)

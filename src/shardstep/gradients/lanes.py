@@ -112,6 +112,15 @@ class Lanes:
         work = self._comm.reduce_scatter(buffer, lane.bucket.cuts, out)
         self._in_flight.append(_InFlight(lane.bucket.index, work, arrive))
 
+    def launch_zeros(self, first: int = 0) -> list[Work]:
+        """Launch these buckets with zeros and drop the result; nothing waits for another rank."""
+        return [
+            self._comm.reduce_scatter(
+                torch.zeros_like(lane.buffer), lane.bucket.cuts, torch.empty_like(lane.shard)
+            )
+            for lane in self._lanes[first:]
+        ]
+
     @torch.no_grad()
     def _pack(
         self,

@@ -21,12 +21,12 @@ import torch
 from typing_extensions import override
 
 from shardstep.comm import Comm
-from shardstep.gradients.base import GradientSource, at_end_of_backward
-from shardstep.gradients.clip import clip_norm, unscale
+from shardstep.gradients.base import at_end_of_backward
 from shardstep.gradients.feeders import Announce, Feeder
 from shardstep.gradients.lanes import Lanes
+from shardstep.gradients.scaling import ShardScaling
 from shardstep.gradients.sharded_grad import ShardedGrad
-from shardstep.gradients.used import UsedParams
+from shardstep.gradients.used import Notes, OutOfStepError, UsedParams
 from shardstep.params.sharded_params import ShardedParams
 from shardstep.precision import MixedPrecision
 
@@ -51,7 +51,7 @@ class _Round:
     launched: int = 0
 
 
-class GradReducer(GradientSource):
+class GradReducer(ShardScaling):
     """Reduces gradients to their owners.
 
     Args:
@@ -61,6 +61,7 @@ class GradReducer(GradientSource):
         precision: the dtypes in which gradients travel and are stepped on.
         overlap: whether buckets leave during backward, or all at its end.
         announce: called before collectives that joined ranks have to shadow.
+        notes: the position of this rank, which travels with each round.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class GradReducer(GradientSource):
         precision: MixedPrecision,
         overlap: bool,
         announce: Announce,
+        notes: Notes,
     ) -> None:
         self._comm = comm
         self._plan = plan = params.plan
@@ -78,6 +80,7 @@ class GradReducer(GradientSource):
         self._feeder = feeder
         self._overlap = overlap
         self._announce = announce
+        self._notes = notes
         self._lock = threading.RLock()
         self.params = params.params
         self.trained: Sequence[int] = [
@@ -93,9 +96,11 @@ class GradReducer(GradientSource):
         }
         self.lanes = Lanes(comm, params, precision)
         device = self.params[self.trained[0]].device if self.trained else torch.device("cpu")
-        self._used = UsedParams(comm, self.trained, device)
+        self._used = UsedParams(comm, self.trained, device, notes)
         self._phase = Phase.OWED
         self._round: _Round | None = None
+        # Whether a round has ended since the last step.
+        self._fresh = False
         self._in_backward = False
         self._paused = False
         feeder.attach(self)
@@ -196,7 +201,7 @@ class GradReducer(GradientSource):
             while current.launched < len(self.lanes):
                 self._launch(current)
             self._used.tell()
-            self._round = None
+            self._round, self._fresh = None, True
             self._phase = Phase.OWED if self._paused else Phase.REDUCED
 
     # ----------------------------------------------------------------------------- between rounds
@@ -262,7 +267,7 @@ class GradReducer(GradientSource):
 
     @override
     def release(self) -> None:
-        pass  # gradients stay until zero()
+        self._fresh = False  # gradients stay until zero()
 
     @override
     def zero(self, set_to_none: bool) -> None:
@@ -275,18 +280,45 @@ class GradReducer(GradientSource):
                 self._feeder.check_zeroing()
             self._finish_interrupted()
             self.lanes.wait()
-            if set_to_none:
-                self._drop()
-            else:
-                self._zero(self.trained)
+            self._drop() if set_to_none else self.zero_some(self.trained)
+
+    def recover(self) -> None:
+        """Give the batch up: even out the rounds of all ranks, and drop all gradients.
+
+        Called on every rank, wherever an error has left it. Others may be waiting for a round that
+        this rank never began. So a round of zeros comes before the ranks compare how far they are.
+        """
+        with self._lock:
+            self._refuse_recovery()
+            first = self._round.launched if self._round is not None else 0
+            self._round, self._in_backward = None, False
+            works = []
+            for _ in self._notes.even_out(self._comm):
+                works += self.lanes.launch_zeros(first)
+                self._used.tell(given_up=True)
+                first = 0
+            for work in works:
+                work.wait()
+            self.lanes.wait()
+            self._used.drop()
+            self._drop()
+
+    def _refuse_recovery(self) -> None:
+        """Raise if every rank has finished its backward pass: others are about to step."""
+        if self._round is None and self._fresh:
+            try:
+                self._used.compare()
+            except OutOfStepError:
+                return
+            raise RuntimeError(
+                "every rank has finished this backward pass, so the others take its step; call "
+                "step() here too, or zero_grad() if all ranks skip the batch"
+            )
 
     def zero_some(self, params: Sequence[int]) -> None:
         """Set the gradients of these parameters to zero, on this rank's pieces of them."""
         self._feeder.check_zeroing()
         self.lanes.wait()
-        self._zero(params)
-
-    def _zero(self, params: Sequence[int]) -> None:
         for index in params:
             accumulated = self.placeholders[index].take_incoming()
             if accumulated is not None:
@@ -303,6 +335,7 @@ class GradReducer(GradientSource):
 
     def _forget_all(self) -> None:
         self._used.clear_all()
+        self._fresh = False
         self._phase = Phase.OWED
 
     @override
@@ -314,35 +347,6 @@ class GradReducer(GradientSource):
         self.zero(set_to_none=True)
         self._paused = False
         self._feeder.detach()
-
-    # --------------------------------------------------------------- reading and scaling gradients
-
-    @override
-    def clip_norm(
-        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
-    ) -> torch.Tensor:
-        self.collect()
-        self._announce("clip", lambda: [max_norm, norm_type, error_if_nonfinite, foreach])
-        return self.shadow_clip(max_norm, norm_type, error_if_nonfinite, foreach)
-
-    def unscale(
-        self, params: Sequence[int], found_inf: torch.Tensor, inv_scale: torch.Tensor
-    ) -> None:
-        """Unscale these gradients, with one verdict on all ranks. Called on every rank."""
-        self.collect()
-        self._announce("unscale", lambda: [list(params), inv_scale.item()])
-        self._unscale_own(params, found_inf, inv_scale)
-
-    def _unscale_own(
-        self, params: Sequence[int], found_inf: torch.Tensor, inv_scale: torch.Tensor
-    ) -> None:
-        wanted = set(params)
-        grads = [
-            tensor.grad
-            for param, tensor in self._pieces
-            if param in wanted and tensor.grad is not None
-        ]
-        unscale(self._comm, grads, found_inf, inv_scale)
 
     @override
     def full(self, param: int) -> torch.Tensor | None:
@@ -356,29 +360,6 @@ class GradReducer(GradientSource):
     def shadow_round(self) -> None:
         """Take part in a round with whatever gradients there are. Called on every rank."""
         self._finish_round(self._begin_round())
-
-    def shadow_clip(
-        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
-    ) -> torch.Tensor:
-        """Take part in clipping. Called on every rank."""
-        self.collect()
-        return clip_norm(
-            self._comm,
-            [tensor for _, tensor in self._pieces],
-            self.params[0].device,
-            self.lanes.norm_dtype,
-            max_norm,
-            norm_type,
-            error_if_nonfinite,
-            foreach,
-        )
-
-    def shadow_unscale(self, params: Sequence[int], inv_scale: float) -> None:
-        """Take part in unscaling. Called on every rank."""
-        self.collect()
-        device = self.params[params[0]].device
-        found_inf = torch.zeros((), device=device)
-        self._unscale_own(params, found_inf, torch.tensor(inv_scale, device=device))
 
     def kept(self) -> list[int]:
         """Return the parameters whose gradient was sent and not cleared: equal on every rank."""

@@ -1,28 +1,78 @@
 """Tracks which parameters had a gradient on any rank.
 
 The optimizer skips a parameter without a gradient, as under DDP. Whether a parameter had one on any
-rank travels with each round of reductions.
+rank travels with each round of reductions, behind a note of the rank's position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from shardstep.comm import Comm, Work
 
 
+class OutOfStepError(RuntimeError):
+    """Ranks are at different places of the training loop, or have different options."""
+
+
+class BatchSkippedError(OutOfStepError):
+    """Another rank gave this batch up with `recover()`; call `recover()` here, too."""
+
+
+class Notes(Protocol):
+    """Writes and compares the notes that travel with the flags.
+
+    Attributes:
+        nbytes: the length of a note.
+        rounds: the number of notes so far.
+    """
+
+    nbytes: int
+    rounds: int
+
+    def write(self, given_up: bool = False) -> bytes:
+        """Return this rank's note."""
+
+    def read(self, rows: torch.Tensor) -> None:
+        """Compare the notes of all ranks, and raise if they differ. Called on every rank."""
+
+    def even_out(self, comm: Comm) -> Iterator[None]:
+        """Yield whenever this rank has to send a note, until all are at the same position.
+
+        Called on every rank. The first note comes before the ranks compare.
+        """
+
+
+def exchange_rows(comm: Comm, own: bytes, device: torch.device) -> tuple[Work, torch.Tensor]:
+    """Send bytes of one length to every rank. Called on every rank.
+
+    Returns:
+        The work, and the bytes of all ranks once it is done, one row each.
+    """
+    rows = torch.zeros(comm.world_size, len(own), dtype=torch.uint8, device=device)
+    rows[comm.group_rank].copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    cuts = range(0, rows.numel() + 1, len(own))
+    return comm.all_gather(rows.view(-1), cuts), rows
+
+
 class UsedParams:
     """The parameters that had a gradient since the gradients were cleared."""
 
-    def __init__(self, comm: Comm, trained: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, comm: Comm, trained: Sequence[int], device: torch.device, notes: Notes
+    ) -> None:
         self._comm = comm
         self._trained = trained
         self._device = device
+        self._notes = notes
         self._here: set[int] = set()
-        # One entry per round: the flags of all ranks.
+        # One entry per round: the notes and flags of all ranks.
         self._told: list[tuple[Work, torch.Tensor]] = []
+        self._num_compared = 0
+        self._differed = False
         # The first entry that counts, for parameters whose gradient was cleared in between.
         self._cleared_at: dict[int, int] = {}
 
@@ -38,52 +88,63 @@ class UsedParams:
 
     def clear_all(self) -> None:
         """Forget every gradient."""
+        if not self._differed:
+            self.compare()
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget every gradient, and notes that were not compared."""
         for work, _ in self._told:
             work.wait()
         self._told.clear()
+        self._num_compared = 0
+        self._differed = False
         self._cleared_at.clear()
         self._here.clear()
 
-    def tell(self) -> None:
+    def tell(self, given_up: bool = False) -> None:
         """Tell every rank which parameters had a gradient here. Called on every rank."""
         size = len(self._trained)
         if not size:
             return
-        everyone = torch.zeros(self._comm.world_size * size, dtype=torch.uint8, device=self._device)
-        own = everyone[self._comm.group_rank * size : (self._comm.group_rank + 1) * size]
-        if len(self._here) == size:
-            own.fill_(1)
-        else:
-            flags = [index in self._here for index in self._trained]
-            own.copy_(torch.tensor(flags, dtype=torch.uint8, device="cpu"))
-        cuts = range(0, everyone.numel() + 1, size)
-        self._told.append((self._comm.all_gather(everyone, cuts), everyone))
+        every = len(self._here) == size
+        flags = b"\1" * size if every else bytes(index in self._here for index in self._trained)
+        own = self._notes.write(given_up) + flags
+        self._told.append(exchange_rows(self._comm, own, self._device))
+
+    def compare(self) -> None:
+        """Wait for the notes of all ranks, and compare them."""
+        for work, rows in self._told[self._num_compared :]:
+            work.wait()
+            self._differed = True
+            self._notes.read(rows[:, : self._notes.nbytes])
+            self._differed = False
+            self._num_compared += 1
 
     def fold(self) -> None:
         """Merge the flags of all rounds so far into one entry, to bound their number."""
+        self.compare()
         if len(self._told) < 2:
             return
-        size = len(self._trained)
-        merged = torch.zeros_like(self._told[0][1]).view(-1, size)
-        for number, (work, flags) in enumerate(self._told):
-            work.wait()
-            merged |= flags.view(-1, size)
+        merged = torch.zeros_like(self._told[0][1])
+        flags = merged[:, self._notes.nbytes :]
+        for number, (_, rows) in enumerate(self._told):
+            flags |= rows[:, self._notes.nbytes :]
             cleared = [param for param, at in self._cleared_at.items() if at == number + 1]
             if cleared:
-                merged[:, [self._trained.index(param) for param in cleared]] = 0
-        self._told = [(work, merged.view(-1))]
+                flags[:, [self._trained.index(param) for param in cleared]] = 0
+        self._told = [(self._told[-1][0], merged)]
+        self._num_compared = 1
         self._cleared_at.clear()
 
     def among(self, params: set[int]) -> set[int]:
         """Return those of `params` that have a gradient on any rank."""
-        for work, _ in self._told:
-            work.wait()
+        self.compare()
         used = params & self._here
         if used != params:
             # Reading the flags synchronises an accelerator, so do it only if they matter.
-            size = len(self._trained)
-            for number, (_, flags) in enumerate(self._told):
-                told = flags.view(-1, size).any(dim=0).tolist()
+            for number, (_, rows) in enumerate(self._told):
+                told = rows[:, self._notes.nbytes :].any(dim=0).tolist()
                 used |= {
                     index
                     for index, flag in zip(self._trained, told, strict=True)

@@ -23,10 +23,10 @@ from shardstep.local.multi_class import (
 )
 from shardstep.local.sandbox import sandbox
 from shardstep.local.train_eval import set_mode, start_training
-from shardstep.params.groups import group_ranges
+from shardstep.params.groups import group_lengths, group_ranges, hand_edit
 from shardstep.params.inputs import check_optimizer
 from shardstep.params.same_bits import is_plain
-from shardstep.params.shard import Shard
+from shardstep.params.sharded_params import ShardedParams
 
 Groups = list[dict[str, Any]]
 
@@ -45,13 +45,13 @@ class LocalOptimizer:
     def __init__(
         self,
         exposed: Groups,
-        shard: Shard,
+        params: ShardedParams,
         make: Callable[[Groups], Optimizer],
         groups_to_fill: Callable[[], Sequence[int]],
         step_dtype: Callable[[int, torch.dtype], torch.dtype],
     ) -> None:
         self._exposed = exposed
-        self._shard = shard
+        self._take(params)
         self._make = make
         self._groups_to_fill = groups_to_fill
         self._step_dtype = step_dtype
@@ -88,6 +88,10 @@ class LocalOptimizer:
         ranges = group_ranges(self._exposed)
         held = [{indices.start: _copy(some)} if indices else {} for indices in ranges]
         return bool(self._twin(held, lambda twin: None).state)
+
+    def _take(self, params: ShardedParams) -> None:
+        self._params, self._shard = params, params.shard
+        self._lengths = group_lengths(self._exposed)
 
     def _held(self) -> list[Held]:
         """Return this rank's pieces of each group."""
@@ -156,10 +160,31 @@ class LocalOptimizer:
         if isinstance(state, dict):
             state.update(tree_map(moved, dict(state)))
 
+    def hand_edit(self) -> str | None:
+        """Return an error if the user has changed which parameters the exposed groups have."""
+        specs = self._params.plan.specs
+        return hand_edit(
+            self._exposed, self._lengths, self._params.params, lambda: [s.name for s in specs]
+        )
+
+    def refuse_hand_edit(self) -> None:
+        """Raise a `ValueError` if there is such an error."""
+        if (edit := self.hand_edit()) is not None:
+            raise ValueError(edit)
+
     def push_options(self) -> None:
-        """Copy options from the exposed groups, where schedulers write, to the optimizer."""
-        for exposed, local in zip(self._exposed, self.optim.param_groups, strict=True):
-            local.update(group_options(exposed))
+        """Replace the optimizer's options by the exposed ones, which schedulers write.
+
+        Raises:
+            ValueError: if the exposed groups have other parameters than this optimizer.
+        """
+        self.refuse_hand_edit()
+        # After `add_param_group` there may be more groups here than there.
+        for exposed, local in zip(self._exposed, self.optim.param_groups, strict=False):
+            options = group_options(exposed)
+            for key in group_options(local).keys() - options.keys():
+                del local[key]
+            local.update(options)
 
     def publish_options(self) -> None:
         """Copy options from the optimizer to the exposed groups, in the optimizer's order."""
@@ -186,9 +211,10 @@ class LocalOptimizer:
         """Return the state that belongs to no parameter."""
         return _global_state(self.optim)
 
-    def adopt(self, shard: Shard, states: Mapping[int, Any]) -> None:
+    def adopt(self, params: ShardedParams, states: Mapping[int, Any]) -> None:
         """Step on other pieces from now on, with their state and with groups that were added."""
-        self._shard = shard
+        self._take(params)
+        self.push_options()
         self.version += 1
         self.optim.state = defaultdict(dict, self.global_state())
         self._set_states(states)
@@ -198,7 +224,6 @@ class LocalOptimizer:
                     self.optim.param_groups[number][key] = group[key]
             else:
                 self.optim.add_param_group(group)
-        self.push_options()
         self.publish_options()
 
     # ------------------------------------------------------- twins: other optimizers, on copies

@@ -19,6 +19,7 @@ from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
 from shardstep.modes.frozen import FrozenPieces
 from shardstep.modes.join import JoinContext
+from shardstep.modes.lockstep import Lockstep
 from shardstep.modes.planner import Planned, Planner, Settings
 from shardstep.params.inputs import describe_options, parameters
 from shardstep.params.module_watch import ModuleWatch
@@ -36,6 +37,7 @@ from shardstep.state.replan import (
 from shardstep.state.view import ShardView
 
 CONSTRUCTING = "constructing ZeroRedundancyOptimizer"
+FOLLOWING = "following a change of the parameters"
 
 
 class Mode(ShardView):
@@ -48,6 +50,7 @@ class Mode(ShardView):
         gather_comm: the ranks, on the connections that gathers use.
         known_module: the module that the parameters are known to belong to, outside of wrappers.
         groups: the parameter groups that the user sees.
+        lockstep: compares the ranks' positions and options.
     """
 
     groups: list[dict[str, Any]]
@@ -75,6 +78,7 @@ class Mode(ShardView):
         self.watch: ModuleWatch | None = None
         self.join = join
         self.begun: set[int] = set()
+        self.lockstep = Lockstep(self)
 
     # ------------------------------------------------------------------------------ construction
 
@@ -164,6 +168,8 @@ class Mode(ShardView):
         if params.unchanged():
             return
         self.pipeline.gather.wait()
+        if self.local.hand_edit() is not None:
+            self.replan(FOLLOWING, self.planner.plan)  # raises on every rank
         specs = self.planner.specs()
         if self.pipeline.gradients.has_gradients():
             # Gradients lie where the plan in force has put them: freezing and unfreezing between
@@ -177,7 +183,7 @@ class Mode(ShardView):
         if tuple(specs) == self.plan.specs:
             params.attach()
         else:
-            self.replan("following a change of the parameters", self.planner.plan)
+            self.replan(FOLLOWING, self.planner.plan)
 
     def add_group(self, add: Callable[[], None]) -> None:
         """Call `add`, which appends a group, and place its parameters. Called on every rank.
@@ -214,6 +220,7 @@ class Mode(ShardView):
         rank, before, local = self.comm.group_rank, self.plan, self.pipeline.local
 
         def check_and_make() -> Planned:
+            local.refuse_hand_edit()
             # Within the check: accumulated gradients may be there on some ranks only.
             refuse_lost_gradients(rank, what, self.pipeline.gradients.has_gradients())
             if self.comm.world_size > 1 or self.bucket_views:
@@ -255,7 +262,7 @@ class Mode(ShardView):
         self.pipeline = self._build(params, old.local)
         if paused:
             self.pipeline.gradients.pause()
-        old.local.adopt(params.shard, states)
+        old.local.adopt(params, states)
         # State that the class made for a frozen 16-bit parameter has 16 bits; it needs more now.
         if new & self.widened:
             old.local.begin(new & self.widened)
@@ -285,10 +292,23 @@ class Mode(ShardView):
             closure = evaluated(closure)
         if not self.join.shadowing:
             self.before_step()
-        self.follow(stepping=True)
-        loss = self.pipeline.step(closure, **kwargs)
-        self.after_step()
+        self.meet()
+        with self.lockstep.stepping():
+            self.follow(stepping=True)
+            loss = self.pipeline.step(closure, **kwargs)
+            self.after_step()
         return loss
+
+    def meet(self) -> None:
+        """Check that all ranks are at the same step with the same options. Called on every rank."""
+        self.lockstep.meet()
+
+    def recover(self) -> None:
+        """Give up the batch that failed on a rank. Called on every rank."""
+        raise RuntimeError(
+            "recover() needs module=: without it, DDP or your code reduces the gradients, and this "
+            "optimizer cannot give such a reduction up"
+        )
 
     def before_step(self) -> None:
         """Let joined ranks take part in the step. Called on every rank that has data."""

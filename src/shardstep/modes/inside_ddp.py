@@ -60,7 +60,13 @@ class InsideDDP(Mode):
             return super().make_gradients(params)
         self._feeder = DDPFeeder()
         return GradReducer(
-            self.comm, params, self._feeder, self.precision, True, lambda kind, arguments: None
+            self.comm,
+            params,
+            self._feeder,
+            self.precision,
+            True,
+            lambda kind, arguments: None,
+            self.lockstep,
         )
 
     @override
@@ -98,6 +104,13 @@ class InsideDDP(Mode):
         self.join.notify()
         if self.join.enabled:
             self._provide(joined=False)
+
+    @override
+    def meet(self) -> None:
+        if self.reduces_gradients:
+            self.pipeline.gradients.collect()  # notes travel with every round
+        else:
+            super().meet()
 
     def _provide(self, joined: bool) -> None:
         """Send joined ranks the options of the groups, and gradients unless they are reduced."""
@@ -160,6 +173,9 @@ class InsideDDP(Mode):
             run_on_all_ranks(self.comm, "stepping one bucket at a time", check)
         self._stepped_in_backward = True
         check()
+        # Not earlier: ranks find their first bucket reduced at different times.
+        self.meet()
+        self.lockstep.steps += 1
 
 
 def _too_late(what: str) -> RuntimeError:

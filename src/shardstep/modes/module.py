@@ -91,7 +91,13 @@ class ModuleMode(Mode):
     @override
     def make_gradients(self, params: ShardedParams) -> GradReducer:
         self._reducer = GradReducer(
-            self.comm, params, AutogradFeeder(), self.precision, self._overlap, self._announce
+            self.comm,
+            params,
+            AutogradFeeder(),
+            self.precision,
+            self._overlap,
+            self._announce,
+            self.lockstep,
         )
         return self._reducer
 
@@ -170,6 +176,20 @@ class ModuleMode(Mode):
 
     @override
     def after_step(self) -> None:
+        self._sync_buffers()
+
+    @override
+    def meet(self) -> None:
+        pass  # notes travel with every round
+
+    @override
+    def recover(self) -> None:
+        if self.join.enabled:
+            raise RuntimeError(
+                f"rank {self.comm.group_rank}: recover() cannot be called within Join: joined "
+                "ranks would not take part"
+            )
+        self._reducer.recover()
         self._sync_buffers()
 
     @override

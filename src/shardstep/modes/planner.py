@@ -148,7 +148,7 @@ class Planner:
         """Make the local optimizer, and the lines by which ranks compare it."""
         local = LocalOptimizer(
             self.groups,
-            params.shard,
+            params,
             self._make_optimizer,
             self.settings.layouts.groups_to_fill,
             self._step_dtype,

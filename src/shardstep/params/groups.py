@@ -1,10 +1,13 @@
-"""The numbers of parameters in parameter groups."""
+"""Parameter groups: the numbers of their parameters, and edits by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from operator import is_
 from typing import Any
+
+import torch
 
 
 def group_ranges(groups: Sequence[Mapping[str, Any]]) -> list[range]:
@@ -14,7 +17,7 @@ def group_ranges(groups: Sequence[Mapping[str, Any]]) -> list[range]:
         >>> group_ranges([{"params": ["weight", "bias"]}, {"params": []}, {"params": ["head"]}])
         [range(0, 2), range(2, 2), range(2, 3)]
     """
-    stops = accumulate((len(group["params"]) for group in groups), initial=0)
+    stops = accumulate(group_lengths(groups), initial=0)
     return [range(start, stop) for start, stop in pairwise(stops)]
 
 
@@ -29,3 +32,39 @@ def rename_params(state_dict: Mapping[str, Any], new_ids: Mapping[Any, Any]) -> 
             for group in state_dict["param_groups"]
         ],
     }
+
+
+def group_lengths(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the number of parameters of each group."""
+    return [len(group.get("params", ())) for group in groups]
+
+
+def hand_edit(
+    groups: Sequence[Mapping[str, Any]],
+    lengths: Sequence[int],
+    params: Sequence[torch.Tensor],
+    names: Callable[[], Sequence[str]],
+) -> str | None:
+    """Return an error unless groups of these lengths have these parameters, in this order.
+
+    The plan places the parameters that there were when it was made.
+    """
+    lists = [group.get("params", ()) for group in groups]
+    now = list(chain.from_iterable(lists))
+    if group_lengths(groups) == lengths and all(map(is_, now, params)):
+        return None
+    known, there = {id(param) for param in params}, {id(param) for param in now}
+    gone = [name for param, name in zip(params, names(), strict=True) if id(param) not in there]
+    if gone:
+        what = f"parameter {gone[0]!r} is no longer in it"
+        fix = "freeze a parameter with requires_grad_(False) to leave it out of the step"
+    elif there - known:
+        number = next(n for n, held in enumerate(lists) if any(id(p) not in known for p in held))
+        what = f"group {number} has a parameter that is not the optimizer's"
+        fix = "call add_param_group() on every rank"
+    else:
+        what = f"it has groups of {group_lengths(groups)} parameters, in place of {lengths}"
+        if group_lengths(groups) == lengths:
+            what = "its parameters are in another order"
+        fix = "leave parameters where they are, or construct another optimizer"
+    return f"param_groups was edited by hand: {what}; {fix}"

@@ -47,6 +47,7 @@ def consolidate(shards: ShardView, to: int | str) -> Consolidated:
                 f"to={to} is not a rank of this group of {comm.world_size} ranks; pass one, or "
                 "'all' for every rank"
             )
+        shards.local.refuse_hand_edit()
         return to, [f"to={to}"]
 
     check_same_on_all_ranks(comm, "consolidate_state_dict", check)
@@ -108,6 +109,7 @@ def load_full(shards: ShardView, groups: Groups, state_dict: Mapping[str, Any]) 
     A dict that does not fit raises a ValueError on every rank, before anything is changed.
     """
     plan, rank = shards.plan, shards.comm.group_rank
+    shards.local.refuse_hand_edit()
     full = match_params(numbered(state_dict, groups, [spec.name for spec in plan.specs]), groups)
     present = {index for index in range(len(plan.specs)) if full["state"].get(index)}
     masters = masters_in(full, plan, rank)

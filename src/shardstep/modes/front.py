@@ -1,0 +1,100 @@
+"""The part of the optimizer that shows its mode: groups, plan, whole tensors, uneven inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.optim import Optimizer
+
+from shardstep.modes.base import Mode
+from shardstep.modes.join import _ZeROJoinHook
+from shardstep.params.dtensor import refuse_dtensors
+from shardstep.plan import ShardPlan
+from shardstep.state.state_dict import gather_whole
+from shardstep.state.view import ShardView
+
+
+class ModeFront(Optimizer, Joinable):
+    """An optimizer whose parameters, state and gradients are those of a mode.
+
+    Attributes:
+        mode: the way in which the optimizer is used.
+    """
+
+    mode: Mode
+    process_group: dist.ProcessGroup | None
+
+    def __init__(self) -> None:
+        # The local optimizer knows the class and its options, so torch's constructor comes later.
+        self._param_groups: list[dict[str, Any]] = []
+        Joinable.__init__(self)
+
+    @property
+    def optim(self) -> Optimizer:
+        """The local optimizer, on this rank's pieces."""
+        return self.mode.optim
+
+    @property
+    def plan(self) -> ShardPlan:
+        """The placement: which rank owns which elements."""
+        return self.mode.plan
+
+    @property
+    def shards(self) -> ShardView:
+        """This rank's share of the state, as checkpoints see it."""
+        return self.mode
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups with all parameters. Options may be edited; parameters stay where they are."""
+        return self._param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        # One list for the lifetime: the planner and the local optimizer share it.
+        self._param_groups[:] = groups
+
+    def full_grad(self, parameter: torch.Tensor | str) -> torch.Tensor | None:
+        """Return the whole gradient of a parameter, or None. Called on every rank."""
+        return self.mode.full_grad(self.mode.index_of(parameter))
+
+    def full_state(self, parameter: torch.Tensor | str) -> dict[str, Any]:
+        """Return the whole state of a parameter; empty if it has none. Called on every rank."""
+        return dict(self._whole(parameter, self.mode.local.states()) or {})
+
+    def full_master(self, parameter: torch.Tensor | str) -> torch.Tensor | None:
+        """Return the whole master of a parameter, or None. Called on every rank."""
+        master: torch.Tensor | None = self._whole(parameter, self.mode.masters())
+        return master
+
+    def _whole(self, parameter: torch.Tensor | str, held: Mapping[int, Any]) -> Any:
+        index = self.mode.index_of(parameter)
+        return gather_whole(self.mode.comm, self.plan, index, held, self.mode.params)
+
+    # ------------------------------------------------------------------------------- uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook by which a rank without data shadows the others; takes no options.
+
+        Use `Join([ddp_model, optimizer])`. With `module`, list the optimizer first.
+        """
+        refuse_dtensors(
+            zip((spec.name for spec in self.plan.specs), self.mode.params, strict=True),
+            "joined ranks cannot be sent gradients of its parts; give all ranks the same number of "
+            "batches",
+        )
+        return _ZeROJoinHook(lambda: self.mode.shadow(self.step, self.zero_grad))
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self.mode.params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group."""
+        return self.process_group

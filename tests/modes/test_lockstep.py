@@ -1,0 +1,268 @@
+"""Ranks that differ are told so: groups edited by hand, other options, calls that one rank skips.
+
+And a batch that fails on one rank can be given up on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import MLP_PROBLEM, PROBLEMS, SGD, Setup, rank, world_size
+from problems import differing
+from ranks import raises_on_every_rank, run_ranks
+from scenarios import ALL, APART, MODULE, sharded, unsharded
+from torch import Tensor, nn
+from traffic import counted
+
+from shardstep import BatchSkippedError
+from shardstep.gradients.used import OutOfStepError
+from shardstep.modes.lockstep import Lockstep
+
+
+class Broken(Exception):
+    """What a user's code raises."""
+
+
+EDITS: dict[str, tuple[Callable[[list[Any]], object], str]] = {
+    "remove a parameter": (lambda groups: groups[0]["params"].pop(), "'.*' is no longer in it"),
+    "replace a parameter": (
+        lambda groups: groups[0]["params"].__setitem__(0, nn.Parameter(torch.ones(2))),
+        "is no longer in it",
+    ),
+    "append a group": (
+        lambda groups: groups.append({**groups[0], "params": [nn.Parameter(torch.ones(2))]}),
+        r"group 1 .* call add_param_group\(\)",
+    ),
+    "append an empty group": (
+        lambda groups: groups.append({**groups[0], "params": []}),
+        r"groups of \[10, 0\] parameters, in place of \[10\]",
+    ),
+    "sort": (lambda groups: groups[0]["params"].reverse(), "in another order"),
+}
+
+
+def _edited(mode: str, name: str, on: int | None) -> None:
+    setup = sharded(mode, MLP_PROBLEM.fresh())
+    setup.backward(0)
+    setup.finish()
+    if on is None or rank() == on:
+        EDITS[name][0](setup.opt.param_groups)
+    setup.backward(1)
+    setup.finish()
+
+
+@pytest.mark.parametrize("mode", ["drop-in", "module", "register"])
+def test_other_parameters_in_the_groups_are_refused_on_every_rank(mode: str) -> None:
+    for name, (_, match) in EDITS.items():
+        raises_on_every_rank(_edited, 2, ValueError, mode, name, None, match=match)
+    for name, (_, match) in list(EDITS.items())[:3]:
+        raises_on_every_rank(_edited, 2, ValueError, mode, name, 1, match=f"rank 1: .*{match}")
+
+
+# ------------------------------------------------------------------------------- out of step
+
+
+def _other_lr(setup: Setup) -> None:
+    setup.opt.param_groups[0]["lr"] *= 1 + rank()
+
+
+def _missing_option(setup: Setup) -> None:
+    if rank() == 1:
+        del setup.opt.param_groups[0]["weight_decay"]
+
+
+def _load_here(setup: Setup) -> None:
+    setup.opt.consolidate_state_dict(1)
+    if rank() == 1:
+        setup.opt.load_state_dict(setup.opt.state_dict())
+
+
+def _differ(mode: str, act: Callable[[Setup], None]) -> None:
+    setup = sharded(mode, MLP_PROBLEM.fresh(), SGD)
+    for step in range(3):
+        setup.backward(step)
+        setup.finish()
+        if step == 0:
+            act(setup)
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_other_options_are_named_on_every_rank(mode: str) -> None:
+    match = "'lr' of group 0 is 0.05 on rank 0 and 0.1 on rank 1"
+    raises_on_every_rank(_differ, 2, OutOfStepError, mode, _other_lr, match=match)
+
+
+@pytest.mark.parametrize("mode", ["drop-in", "module", "register"])
+def test_so_are_a_missing_option_and_a_load_on_one_rank(mode: str) -> None:
+    match = "'weight_decay' of group 0 is 0.01 on rank 0 and missing on rank 1"
+    raises_on_every_rank(_differ, 2, OutOfStepError, mode, _missing_option, match=match)
+    match = r"rank 0 counts 0 calls of load_state_dict\(\) where rank 1 counts 1"
+    raises_on_every_rank(_differ, 2, OutOfStepError, mode, _load_here, match=match)
+
+
+def _caught(mode: str) -> None:
+    setup = sharded(mode, MLP_PROBLEM.fresh())
+    steps = iter(range(5))
+
+    def closure() -> Tensor:
+        setup.opt.zero_grad()
+        step = next(steps)
+        if rank() == 1 and step == 2:
+            raise Broken
+        return setup.backward(step)
+
+    for _ in range(5):
+        with contextlib.suppress(Broken):
+            setup.opt.step(closure)
+
+
+@pytest.mark.parametrize("mode", MODULE)
+def test_a_closure_that_raised_on_one_rank_is_noticed_at_once(mode: str) -> None:
+    match = r"rank 0 counts 0 calls of step\(\) that raised where rank 1 counts 1"
+    raises_on_every_rank(_caught, 2, OutOfStepError, mode, match=match)
+
+
+def _messages(mode: str) -> tuple[dict[str, int], int]:
+    with counted() as traffic:
+        setup = sharded(mode, MLP_PROBLEM.fresh())
+    for step in range(4):  # the first steps also compare gradients
+        traffic.reset()
+        setup.backward(step)
+        setup.finish()
+    return dict(traffic.calls), len(setup.opt.plan.training_buckets)
+
+
+def test_notes_add_no_message_to_a_round_and_one_to_a_step_without_rounds() -> None:
+    calls, buckets = run_ranks(_messages, 2, "module")[0]
+    # Which parameters were used is one message. It was there before, and carries the note.
+    assert calls == {"reduce_scatter": buckets, "all_gather": buckets + 1}
+    calls, buckets = run_ranks(_messages, 2, "drop-in")[0]
+    assert calls == {"all_gather": buckets + 1}
+
+
+def test_an_accelerator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its notes are compared when the next ones are read."""
+    opt = sharded("drop-in", MLP_PROBLEM.fresh()).opt
+    lockstep: Lockstep = opt.mode.lockstep
+    rows = torch.frombuffer(bytearray(lockstep.write() + lockstep.write()), dtype=torch.uint8)
+    compared: list[Any] = []
+    monkeypatch.setattr(lockstep, "_compare", compared.append)
+    lockstep.read(rows.view(2, -1))
+    assert [note[-2] for note in compared[0]] == [1, 2]
+
+
+# ------------------------------------------------------------------------------------- recover
+
+
+FAILS: dict[str, Callable[[int], bool]] = {
+    "on rank 0": lambda step: rank() == 0 and step in (2, 5),
+    "on the last rank": lambda step: rank() == world_size() - 1 and step in (0, 2),
+    "on one after the other": lambda step: rank() == step % 2 and step in (2, 3, 4),
+    "on all": lambda step: step == 3,
+}
+
+
+def _fail_in(setup: Setup, where: str, step: int) -> None:
+    """Run a batch, and raise at the given place of it."""
+    problem = PROBLEMS["conv"]
+    if where == "loader":
+        raise Broken(where)
+    if where == "forward":
+        with setup.no_sync():  # the statistics of the batch are taken over all the same
+            problem.loss(setup.model, step)
+        raise Broken(where)
+    loss = problem.loss(setup.model, step)
+    handle = list(setup.module.parameters())[2].register_post_accumulate_grad_hook(_raise)
+    try:
+        loss.backward()
+    finally:
+        handle.remove()
+
+
+def _raise(param: Tensor) -> None:
+    raise Broken("hook")
+
+
+def _recovering(where: str, which: str, closure: bool) -> list[Tensor]:
+    """Skip batches on which a rank fails, and return parameters and buffers."""
+    setup = sharded("module", PROBLEMS["conv"].fresh(), SGD)
+    for step in range(7):
+
+        def batch(step: int = step) -> Tensor:
+            setup.opt.zero_grad()
+            if FAILS[which](step):
+                _fail_in(setup, where, step)
+            return setup.backward(step, PROBLEMS["conv"])
+
+        try:
+            if closure:
+                setup.opt.step(batch)
+            else:
+                batch()
+                setup.opt.step()
+        except (Broken, BatchSkippedError):
+            setup.opt.recover()
+    setup.opt.zero_grad()
+    PROBLEMS["conv"].loss(setup.model, 1)
+    return [*setup.params, *setup.module.buffers()]
+
+
+def _skipping(where: str, which: str) -> list[Tensor]:
+    """Do the same with DDP, where all ranks know beforehand which batches to skip."""
+    setup = unsharded(PROBLEMS["conv"].fresh(), SGD)
+    for step in range(7):
+        fails = torch.tensor(int(FAILS[which](step)))
+        mine = bool(fails)
+        torch.distributed.all_reduce(fails)
+        if fails:
+            if not (mine and where == "loader"):
+                PROBLEMS["conv"].loss(setup.module if mine else setup.model.module, step)  # type: ignore[attr-defined]
+            continue
+        setup.opt.zero_grad()
+        setup.backward(step, PROBLEMS["conv"])
+        setup.opt.step()
+    PROBLEMS["conv"].loss(setup.model, 1)
+    return [*setup.params, *setup.module.buffers()]
+
+
+def _equal(where: str, which: str, closure: bool) -> Any:
+    expected, got = _skipping(where, which), _recovering(where, which, closure)
+    if world_size() == 2:
+        return differing(expected, got)
+    return [n for n, (a, b) in enumerate(zip(expected, got, strict=True)) if not a.allclose(b)]
+
+
+@pytest.mark.parametrize("where", ["loader", "forward", "backward"])
+def test_a_batch_that_fails_on_a_rank_is_skipped_on_all(where: str) -> None:
+    for number, which in enumerate(FAILS):
+        assert run_ranks(_equal, 2, where, which, bool(number % 2)) == [[]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["loader", "forward", "backward"])
+def test_so_it_is_on_three(where: str) -> None:
+    for which in FAILS:
+        assert run_ranks(_equal, 3, where, which, False) == [[]] * 3
+
+
+def _refused(mode: str) -> None:
+    sharded(mode, MLP_PROBLEM.fresh()).opt.recover()
+
+
+def test_a_finished_backward_pass_cannot_be_given_up() -> None:
+    """Other ranks may have stepped on it."""
+    setup = sharded("module", MLP_PROBLEM.fresh())
+    setup.backward(0)
+    with pytest.raises(RuntimeError, match=r"call step\(\) here too"):
+        setup.opt.recover()
+    setup.finish()
+    setup.opt.recover()
+
+
+def test_recover_needs_a_module() -> None:
+    for mode in set(APART) - set(MODULE):
+        raises_on_every_rank(_refused, 2, RuntimeError, mode, match=r"needs module=")
