@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -157,19 +158,13 @@ def _refused() -> list[str]:
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     params = list(zero.module.parameters())
     acts: dict[str, Callable[[], object]] = {
-        "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(params, 1.0),
-        "clip_grad_norm_ foreach": lambda: nn.utils.clip_grad_norm_(params, 1.0, foreach=True),
-        "clip_grad_norm_ inf": lambda: nn.utils.clip_grad_norm_(params, 1.0, float("inf")),
-        "clip_grad_value_": lambda: nn.utils.clip_grad_value_(params, 1.0),
-        "clip_grad_value_ foreach": lambda: nn.utils.clip_grad_value_(params, 1.0, foreach=True),
-        "get_total_norm": lambda: nn.utils.get_total_norm([p.grad for p in params]),
         "add": lambda: params[0].grad + 1,
         "add on the right": lambda: torch.ones(params[0].shape) + params[0].grad,
         "add in place": lambda: params[0].grad.add_(1),
         "add to it": lambda: params[0].grad.add_(torch.ones(params[0].shape)),
-        "mul in place": lambda: params[0].grad.mul_(2),
-        "data": lambda: params[0].grad.data.div_(2),
-        "norm": lambda: params[0].grad.norm(),
+        "mul by many": lambda: params[0].grad.mul_(torch.ones(params[0].shape)),
+        "norm of rows": lambda: params[0].grad.norm(dim=0),
+        "count": lambda: params[0].grad.norm(0),
         "item": lambda: params[-1].grad[0].item(),
         "clone": lambda: params[0].grad.clone(),
         "numpy": lambda: params[0].grad.numpy(),
@@ -205,6 +200,84 @@ def _refused() -> list[str]:
 
 def test_whatever_would_see_a_part_of_a_gradient_raises_and_names_what_to_call() -> None:
     assert run_ranks(_refused, 2) == [[], []]
+
+
+def _by_hand(setup: Any, params: list[Any]) -> Any:
+    for param in params:
+        param.grad.mul_(3).div_(2.0)
+    return torch.stack([param.grad.detach().norm() for param in params])
+
+
+TORCH_CALLS: dict[str, Callable[[Any, list[Any]], Any]] = {
+    "norm": lambda setup, params: nn.utils.clip_grad_norm_(params, 0.01),
+    "foreach": lambda setup, params: nn.utils.clip_grad_norm_(params, 0.01, 1.0, foreach=True),
+    "inf": lambda setup, params: nn.utils.clip_grad_norm_(iter(params), 0.01, float("inf")),
+    "part": lambda setup, params: nn.utils.clip_grad_norm_(params[2:5], 0.01),
+    "value": lambda setup, params: nn.utils.clip_grad_value_(params, 0.001),
+    "value foreach": lambda setup, params: nn.utils.clip_grad_value_(params, 0.001, foreach=True),
+    "total": lambda setup, params: nn.utils.get_total_norm([p.grad for p in params]),
+    "by hand": _by_hand,
+    # Norms that are asked for again after a change are not those from before.
+    "twice": lambda setup, params: [
+        setup.clip(0.01) if again else params[0].grad.norm() for again in (0, 1, 0)
+    ],
+}
+
+
+def _torch_s_calls(layout: str) -> list[str]:
+    """Equal to DDP's. Norms over the slices of a tensor are added in another order."""
+    failures = []
+    for name, call in TORCH_CALLS.items():
+        zero = with_zero(MLP_PROBLEM.fresh(), SGD, layout=layout)
+        ddp = with_ddp(MLP_PROBLEM.fresh(), SGD)
+        results = []
+        for setup in (zero, ddp):
+            train(setup, MLP_PROBLEM, range(1))
+            setup.backward(1)
+            results.append(call(setup, list(setup.module.parameters())))
+            setup.finish()
+        pairs = [*zip(zero.params, ddp.params, strict=True)]
+        if results[0] is not None:
+            ours, theirs = ([r] if isinstance(r, Tensor) else r for r in results)
+            pairs += zip(ours, theirs, strict=True)
+        exact = layout == "whole" and name != "twice"
+        for ours, theirs in pairs:
+            if not torch.allclose(
+                ours, theirs, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-8
+            ):
+                failures.append(f"{name}: {ours} is not {theirs}")
+    return failures
+
+
+@pytest.mark.parametrize("layout", ["whole", "sliced"])
+def test_torch_s_functions_clip_sharded_gradients_as_ddp_s(layout: str) -> None:
+    assert run_ranks(_torch_s_calls, 2, layout) == [[], []]
+
+
+def _norms_by_name() -> list[str]:
+    failures = []
+    for make in (with_zero, with_ddp):
+        setup = make(MLP_PROBLEM.fresh(), SGD)
+        opt = setup.opt
+        if make is with_ddp:
+            opt = ZeroRedundancyOptimizer(setup.module.parameters(), optim.SGD, lr=0.1)
+        setup.backward(0)
+        norms = opt.grad_norms()
+        named = dict(setup.module.named_parameters())
+        if list(norms) != list(named):
+            failures.append(f"{make.__name__}: {list(norms)}")
+        for name, param in named.items():
+            full = opt.full_grad(param)
+            if not torch.allclose(norms[name], full.norm(), rtol=1e-5):
+                failures.append(f"{make.__name__}: {name}")
+        opt.clip_grad_value_(0.001)
+        if any(opt.full_grad(param).abs().max() > 0.001 for param in named.values()):
+            failures.append(f"{make.__name__}: not clipped")
+    return failures
+
+
+def test_norms_by_name_and_clipping_by_value() -> None:
+    assert run_ranks(_norms_by_name, 2) == [[], []]
 
 
 def _handed_on() -> list[str]:
@@ -362,9 +435,6 @@ def _held_back() -> tuple[list[float], list[Tensor]]:
                 loss = model(torch.ones(2, 96)).sum() * factor
                 scaler.scale(loss).backward()
         assert all(type(p.grad).__name__ == "ShardedGrad" for p in model.parameters())
-        if step == 2:
-            with pytest.raises(RuntimeError, match="clip_grad_norm_"):
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()

@@ -32,6 +32,12 @@ class GradientSource(Protocol):
     ) -> torch.Tensor:
         """Scale all gradients so that their total norm is at most `max_norm`; return the norm."""
 
+    def clip_value(self, clip_value: float) -> None:
+        """Clamp every element of all gradients to at most `clip_value` in magnitude."""
+
+    def all_norms(self, norm_type: float) -> dict[int, torch.Tensor]:
+        """Return the norm of every gradient there is, by number of the parameter."""
+
     def full(self, param: int) -> torch.Tensor | None:
         """Return the full gradient of one parameter, or None if it has none."""
 

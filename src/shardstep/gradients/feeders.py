@@ -117,6 +117,9 @@ class Feeder:
     def check_zeroing(self) -> None:
         """Refuse to set gradients to zero, if this feeder cannot."""
 
+    def check_change(self) -> None:
+        """Refuse to change gradients, if the step was taken already."""
+
     def clear(self) -> None:
         """Leave no gradient and no placeholder in `param.grad`."""
         for param, placeholder in zip(self._training, self._placeholders.values(), strict=True):
@@ -254,6 +257,13 @@ class DDPFeeder(Feeder):
     @override
     def pause(self) -> None:
         raise RuntimeError("DDP decides when gradients are reduced: use ddp.no_sync()")
+
+    @override
+    def check_change(self) -> None:
+        raise RuntimeError(
+            "gradients cannot be clipped or scaled with overlap_with_ddp=True: the step was taken "
+            "inside backward, on the gradients as they were; use module= instead"
+        )
 
     @override
     def check_zeroing(self) -> None:

@@ -93,6 +93,18 @@ class FullGradients(GradientSource):
         return norm
 
     @override
+    def clip_value(self, clip_value: float) -> None:
+        torch.nn.utils.clip_grad_value_(self._params, clip_value)
+
+    @override
+    def all_norms(self, norm_type: float) -> dict[int, torch.Tensor]:
+        return {
+            index: wide_norm([param], [self._precision.step_dtype(param.dtype)], norm_type)
+            for index, param in enumerate(self._params)
+            if param.grad is not None
+        }
+
+    @override
     def full(self, param: int) -> torch.Tensor | None:
         grad = self._params[param].grad
         return None if grad is None else grad.detach().clone()

@@ -103,6 +103,7 @@ class GradReducer(ShardScaling):
         self._fresh = False
         self._in_backward = False
         self._paused = False
+        self._norms = {}
         feeder.attach(self)
 
     @property
@@ -183,6 +184,7 @@ class GradReducer(ShardScaling):
 
     def _begin_round(self) -> _Round:
         self.lanes.wait()
+        self._norms.clear()
         if not self._feeder.kept(self.trained):
             self._forget_all()
         self._used.fold()
@@ -325,6 +327,7 @@ class GradReducer(ShardScaling):
                 # A gradient of zero still is one: the parameter is stepped on.
                 self.placeholders[index].incoming = torch.zeros_like(accumulated)
         self.lanes.clear(params)
+        self._norms.clear()
 
     def _drop(self) -> None:
         """Leave no gradient and no placeholder."""

@@ -7,21 +7,12 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
-from shardstep.comm import Comm
-from shardstep.gradients.base import GradientSource
 from shardstep.gradients.clip import clip_norm, unscale
-from shardstep.gradients.feeders import Announce
-from shardstep.gradients.lanes import Lanes
+from shardstep.gradients.norms import ShardNorms
 
 
-class ShardScaling(GradientSource):
+class ShardScaling(ShardNorms):
     """The part of a reducer that scales the gradients of this rank's pieces."""
-
-    params: Sequence[torch.Tensor]
-    lanes: Lanes
-    _comm: Comm
-    _announce: Announce
-    _pieces: Sequence[tuple[int, torch.Tensor]]
 
     @override
     def clip_norm(
@@ -44,6 +35,7 @@ class ShardScaling(GradientSource):
     ) -> None:
         among = set(params)
         grads = [t.grad for param, t in self._pieces if param in among and t.grad is not None]
+        self._norms.clear()
         unscale(self._comm, grads, found_inf, inv_scale)
 
     def shadow_clip(
@@ -51,6 +43,7 @@ class ShardScaling(GradientSource):
     ) -> torch.Tensor:
         """Take part in clipping. Called on every rank."""
         self.collect()
+        self._norms.clear()
         return clip_norm(
             self._comm,
             [tensor for _, tensor in self._pieces],

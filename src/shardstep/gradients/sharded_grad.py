@@ -2,8 +2,9 @@
 
 `None` there would be a trap: `torch.nn.utils.clip_grad_norm_` would silently clip nothing. A
 `ShardedGrad` has the parameter's shape and no memory. Autograd may add to it: the addend is kept
-and reduced with the next round. `zero_grad` may clear it, and a `GradScaler` may unscale it. Every
-other operation raises and names the call to use instead.
+and reduced with the next round. `zero_grad` may clear it, and a `GradScaler` may unscale it.
+Clipping may ask for its norm, scale it and clamp it: Note [Norms of sharded gradients] in
+`norms.py`. Every other operation raises and names the call to use instead.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ class Keeper(Protocol):
 
         Called on every rank.
         """
+
+    def norms(self, params: Sequence[int], norm_type: float) -> list[torch.Tensor]:
+        """Return the norms of these gradients. Called on every rank."""
+
+    def change(self, operation: str, params: Sequence[int], number: Any) -> None:
+        """Multiply, divide or clamp these gradients by a number. Called on every rank."""
 
 
 class ShardedGrad(torch.Tensor):
@@ -117,7 +124,8 @@ class ShardedGrad(torch.Tensor):
         """Return the error for an operation that needs the numbers."""
         return RuntimeError(
             f"{operation} is not possible on the gradient of parameter {self.param_name!r}: it is "
-            "sharded across ranks. To clip, call optimizer.clip_grad_norm_(...); to read it, call "
+            "sharded across ranks. To clip, call optimizer.clip_grad_norm_(...) or "
+            "clip_grad_value_(...); for all norms, optimizer.grad_norms(); to read it, call "
             f"optimizer.full_grad({self.param_name!r}) on every rank; to drop it, call "
             "optimizer.zero_grad(). Before the next backward pass through a DDP module, call "
             "zero_grad(); with module=, do not wrap the model in DDP"
@@ -163,6 +171,41 @@ def _unscale(
     grads[0].keeper.unscale([grad.param for grad in grads], found_inf, inv_scale)
 
 
+def _norms(grads: Sequence[ShardedGrad], order: float = 2, dim: Any = None, *_: Any) -> Any:
+    if dim not in (None, [], list(range(grads[0].ndim))) or order <= 0:
+        raise grads[0].refusal(f"a norm of order {order} over {dim}")
+    return grads[0].keeper.norms([grad.param for grad in grads], float(order))
+
+
+def _norm(grads: Sequence[ShardedGrad], *args: Any) -> Any:
+    return _norms(grads, *args)[0]
+
+
+def _make_change(*operations: str) -> Callable[..., Any]:
+    """Return an operation that changes gradients in place by a number each, in this order."""
+
+    def change(grads: Sequence[ShardedGrad], *numbers: Any) -> ShardedGrad:
+        for operation, number in zip(operations, numbers, strict=False):
+            several = isinstance(number, torch.Tensor) and number.ndim > 0
+            if several or isinstance(number, (list, tuple)):
+                raise grads[0].refusal(f"{operation} with more than one number")
+            if number is not None:
+                grads[0].keeper.change(operation, [grad.param for grad in grads], number)
+        return grads[0]
+
+    return change
+
+
+def _make_list_change(operation: str) -> Callable[..., None]:
+    """Return the same for a list, which returns nothing."""
+    change = _make_change(operation)
+
+    def change_each(grads: Sequence[ShardedGrad], *numbers: Any) -> None:
+        change(grads, *numbers)
+
+    return change_each
+
+
 def _same(grads: Sequence[ShardedGrad], *_: Any) -> ShardedGrad:
     return grads[0]
 
@@ -172,6 +215,16 @@ _ACTS: dict[Any, Callable[..., Any]] = {
     aten.zero_: _zero,
     aten._foreach_zero_: _zero_each,
     aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    aten.linalg_vector_norm: _norm,
+    aten.norm: _norm,
+    aten._foreach_norm: _norms,
+    aten.mul_: _make_change("mul_"),
+    aten.div_: _make_change("div_"),
+    aten.clamp_: _make_change("clamp_min_", "clamp_max_"),
+    aten._foreach_mul_: _make_list_change("mul_"),
+    aten._foreach_div_: _make_list_change("div_"),
+    aten._foreach_clamp_min_: _make_list_change("clamp_min_"),
+    aten._foreach_clamp_max_: _make_list_change("clamp_max_"),
     aten.detach: _same,
     aten.detach_: _same,
 }

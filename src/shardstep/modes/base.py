@@ -355,6 +355,10 @@ class Mode(ShardView):
             self.pipeline.gradients.zero(set_to_none)
             clear(set_to_none)
 
+    def ready_gradients(self) -> GradientSource:
+        """Return the gradient source, to read gradients from. Called on every rank."""
+        return self.pipeline.gradients
+
     def clip_norm(
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
     ) -> torch.Tensor:

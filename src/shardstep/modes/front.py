@@ -15,6 +15,7 @@ from shardstep.modes.join import _ZeROJoinHook
 from shardstep.params.dtensor import refuse_dtensors
 from shardstep.plan import ShardPlan
 from shardstep.state.state_dict import gather_whole
+from shardstep.state.verify import verify
 from shardstep.state.view import ShardView
 
 
@@ -74,6 +75,34 @@ class ModeFront(Optimizer, Joinable):
     def _whole(self, parameter: torch.Tensor | str, held: Mapping[int, Any]) -> Any:
         index = self.mode.index_of(parameter)
         return gather_whole(self.mode.comm, self.plan, index, held, self.mode.params)
+
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
+        """Return the norm of every gradient, by name of its parameter. Called on every rank.
+
+        Parameters without a gradient are left out. With `module`, it takes one collective.
+        """
+        names = [spec.name for spec in self.mode.plan.specs]
+        norms = self.mode.ready_gradients().all_norms(float(norm_type))
+        return {names[index]: norm for index, norm in norms.items()}
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp the elements of all gradients to at most `clip_value` in magnitude.
+
+        Called on every rank. It is `torch.nn.utils.clip_grad_value_` for gradients that may be
+        sharded across ranks.
+        """
+        self.mode.ready_gradients().clip_value(float(clip_value))
+
+    def verify(self) -> None:
+        """Raise if the parameters are not equal on all ranks. Called on every rank.
+
+        Each rank computes a digest of every parameter and sends 8 bytes for it, so this is cheap
+        enough for every hundred steps.
+
+        Raises:
+            RuntimeError: on every rank, naming the first parameter that differs.
+        """
+        verify(self.mode)
 
     # ------------------------------------------------------------------------------- uneven inputs
 

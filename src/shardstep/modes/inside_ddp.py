@@ -155,6 +155,10 @@ class InsideDDP(Mode):
         raise _too_late("clip_grad_norm_()")
 
     @override
+    def ready_gradients(self) -> GradientSource:
+        raise _too_late("clipping by value or reading norms")
+
+    @override
     def check_scaler(self) -> None:
         raise _too_late("GradScaler")
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from shardstep.comm import Comm
 from shardstep.comm.broadcast import broadcast
 from shardstep.gather import OverlappedGather, ParamGather
-from shardstep.gradients import AutogradFeeder, GradReducer
+from shardstep.gradients import AutogradFeeder, GradientSource, GradReducer
 from shardstep.gradients.feeders import refuse_watched
 from shardstep.modes.base import Mode
 from shardstep.modes.join import JoinContext, announced, options_of, take_options
@@ -207,6 +207,11 @@ class ModuleMode(Mode):
         return super().clip_norm(max_norm, norm_type, error_if_nonfinite, foreach)
 
     @override
+    def ready_gradients(self) -> GradientSource:
+        self._follow_without_gradients()
+        return super().ready_gradients()
+
+    @override
     def full_grad(self, param: int) -> torch.Tensor | None:
         self._follow_without_gradients()
         return super().full_grad(param)
@@ -256,6 +261,8 @@ class ModuleMode(Mode):
             "round": self._reducer.shadow_round,
             "clip": self._reducer.shadow_clip,
             "unscale": self._reducer.shadow_unscale,
+            "norms": self._reducer.shadow_norms,
+            "change": self._reducer.shadow_change,
             "zero": lambda: zero_grad(False),
             "buffers": self._sync_buffers,
             "step": shadow_step,

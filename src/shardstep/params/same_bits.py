@@ -19,13 +19,18 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return type(one) is type(other) and same(_inner(one), _inner(other))
     if one.is_complex():
         one, other = (torch.view_as_real(each.resolve_conj()) for each in (one, other))
-    integer = _INTEGERS[one.element_size()]
-    bits, others = one.detach().view(integer), other.detach().view(integer)
+    bits, others = as_integers(one), as_integers(other)
     if torch.equal(bits, others) or not one.is_floating_point():
         return torch.equal(bits, others)
     # The bits of a NaN depend on the kernel, and that on the number of tensors in a call.
     both_nan = one.detach().isnan() & other.detach().isnan()
     return torch.equal(bits.masked_fill(both_nan, 0), others.masked_fill(both_nan, 0))
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the bits of a dense tensor as integers."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.detach().view(_INTEGERS[real.element_size()])
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,106 @@
+"""Norms and in-place changes of gradients that are sharded across ranks.
+
+Note [Norms of sharded gradients]
+
+`torch.nn.utils.clip_grad_norm_`, Trainer, Accelerate and Lightning ask each `param.grad` for its
+norm, and then scale each. The first question after the gradients have changed gathers the norms of
+all of them, in one collective; further ones are answered from its result, in any order. So every
+rank has to ask for norms of the same order between two changes, as every rank clips. A rank that
+asks alone waits, and raises after the timeout of the process group. Scaling and clamping change
+this rank's pieces, and send nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from shardstep.comm import Comm
+from shardstep.gradients.base import GradientSource
+from shardstep.gradients.feeders import Announce, Feeder
+from shardstep.gradients.lanes import Lanes
+
+CHANGES: dict[str, Callable[..., object]] = {
+    "mul_": torch._foreach_mul_,
+    "div_": torch._foreach_div_,
+    "clamp_min_": torch._foreach_clamp_min_,
+    "clamp_max_": torch._foreach_clamp_max_,
+}
+"""Element-wise operations with a number, on a list of tensors."""
+
+
+class ShardNorms(GradientSource):
+    """The part of a reducer that answers for the gradients of all ranks."""
+
+    params: Sequence[torch.Tensor]
+    trained: Sequence[int]
+    lanes: Lanes
+    _comm: Comm
+    _feeder: Feeder
+    _announce: Announce
+    _pieces: Sequence[tuple[int, torch.Tensor]]
+    _norms: dict[float, torch.Tensor]
+    """By order: a row per rank and a column per parameter that trains; -1 for no gradient."""
+
+    def norms(self, params: Sequence[int], norm_type: float) -> list[torch.Tensor]:
+        """Return the norms of these gradients. Called on every rank."""
+        self.collect()
+        if norm_type not in self._norms:
+            self._announce("norms", lambda: [norm_type])
+            self.shadow_norms(norm_type)
+        parts = self._norms[norm_type].clamp_min(0)
+        # A norm that one rank has is taken as it is: the norm of it alone could underflow.
+        alone = (parts != 0).sum(0) <= 1
+        norms = torch.linalg.vector_norm(parts, norm_type, dim=0)
+        norms = torch.where(alone, parts.sum(0), norms)
+        column = {param: number for number, param in enumerate(self.trained)}
+        return [norms[column[param]] for param in params]
+
+    def shadow_norms(self, norm_type: float) -> None:
+        """Gather the norm of every gradient. Called on every rank."""
+        self.collect()
+        size, dtype = len(self.trained), self.lanes.norm_dtype
+        device = self.params[0].device
+        rows = torch.full((self._comm.world_size, size), -1, dtype=dtype, device=device)
+        column = {param: number for number, param in enumerate(self.trained)}
+        held = [(column[p], t.grad) for p, t in self._pieces if t.grad is not None]
+        # The largest element of nothing raises.
+        own = torch.zeros(len(held), dtype=dtype, device=device)
+        for number, (_, grad) in enumerate(held):
+            if grad.numel():
+                own[number] = torch.linalg.vector_norm(grad, norm_type).to(device)
+        rows[self._comm.group_rank, [number for number, _ in held]] = own
+        cuts = range(0, rows.numel() + 1, size)
+        self._comm.all_gather(rows.view(-1), cuts).wait()
+        self._norms[norm_type] = rows
+
+    @override
+    def all_norms(self, norm_type: float) -> dict[int, torch.Tensor]:
+        norms = self.norms(self.trained, norm_type)
+        present = (self._norms[norm_type] != -1).any(0).tolist()
+        found = zip(self.trained, norms, present, strict=True)
+        return {param: norm for param, norm, has_gradient in found if has_gradient}
+
+    def change(self, operation: str, params: Sequence[int], number: Any) -> None:
+        """Change these gradients by an operation of `CHANGES`. Called on every rank."""
+        self._feeder.check_change()
+        self.collect()
+        self._announce("change", lambda: [operation, list(params), float(number)])
+        self.shadow_change(operation, params, number)
+
+    def shadow_change(self, operation: str, params: Sequence[int], number: Any) -> None:
+        """Change this rank's pieces of these gradients."""
+        self.collect()
+        self._norms.clear()
+        wanted = set(params)
+        grads = [t.grad for p, t in self._pieces if p in wanted and t.grad is not None]
+        if grads:
+            CHANGES[operation](grads, number)
+
+    @override
+    def clip_value(self, clip_value: float) -> None:
+        for operation, number in (("clamp_min_", -clip_value), ("clamp_max_", clip_value)):
+            self.change(operation, self.trained, number)

@@ -1,0 +1,44 @@
+"""`verify()` finds the first parameter that differs between ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import raises_on_every_rank, run_ranks
+from torch import nn, optim
+
+from shardstep import ZeroRedundancyOptimizer
+
+
+def _verify(damage: str, bf16: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 40), nn.Linear(40, 3))
+    model = model.to(memory_format=torch.channels_last)
+    if bf16:
+        model = model.bfloat16()
+    opt = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, module=model, lr=0.1)
+    model(torch.ones(2, 3, 3, 3, dtype=next(model.parameters()).dtype)).sum().backward()
+    opt.step()
+    opt.verify()
+    weight = model[2].weight.data
+    if dist.get_rank() == 1:
+        model[3].bias.data += 1  # a later one
+        if damage == "bit":
+            weight.view(torch.int16 if bf16 else torch.int32)[3, 5] ^= 1
+        elif damage == "swap":
+            weight[0, 0], weight[39, 7] = weight[39, 7].clone(), weight[0, 0].clone()
+        else:
+            weight[2, 2] = torch.nan
+    opt.verify()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("damage", ["bit", "swap", "nan"])
+def test_the_first_parameter_that_differs_is_named(damage: str, bf16: bool) -> None:
+    match = "'2.weight' differs between ranks 0 and 1"
+    raises_on_every_rank(_verify, 2, RuntimeError, damage, bf16, match=match)
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    run_ranks(_verify, 1, "bit", False)
