@@ -222,7 +222,9 @@ class ZeroRedundancyOptimizer(ModeFront):
         Returns:
             The norm before clipping, the same on every rank.
         """
-        return self.mode.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite, foreach)
+        self.mode.check_change("clip_grad_norm_()")
+        gradients = self.mode.ready_gradients()
+        return gradients.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite, foreach)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients only accumulate on each rank; needs `module`.
@@ -290,7 +292,7 @@ class ZeroRedundancyOptimizer(ModeFront):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Answer `GradScaler.step`: this optimizer does not unscale gradients itself."""
-        self.mode.check_scaler()
+        self.mode.check_change("GradScaler")
         return False
 
     # ---------------------------------------------------------------------------------- the state

@@ -356,17 +356,11 @@ class Mode(ShardView):
             clear(set_to_none)
 
     def ready_gradients(self) -> GradientSource:
-        """Return the gradient source, to read gradients from. Called on every rank."""
+        """Return the gradient source, to read or change gradients. Called on every rank."""
         return self.pipeline.gradients
 
-    def clip_norm(
-        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
-    ) -> torch.Tensor:
-        """Clip the gradients by their total norm, and return the norm."""
-        return self.pipeline.gradients.clip_norm(max_norm, norm_type, error_if_nonfinite, foreach)
-
-    def check_scaler(self) -> None:
-        """Raise if a `GradScaler` cannot be used in this mode."""
+    def check_change(self, what: str) -> None:
+        """Raise if gradients cannot be changed before the step in this mode."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -379,10 +373,6 @@ class Mode(ShardView):
             # The pipeline may be another one by now.
             if not nested:
                 self.pipeline.gradients.resume()
-
-    def full_grad(self, param: int) -> torch.Tensor | None:
-        """Return the whole gradient of one parameter. Called on every rank."""
-        return self.pipeline.gradients.full(param)
 
     def tie_to_ddp(self, module: torch.nn.Module, reduce: bool) -> Any:
         """Let the step run inside the backward pass of a DDP module. Called on every rank.

@@ -61,7 +61,7 @@ class ModeFront(Optimizer, Joinable):
 
     def full_grad(self, parameter: torch.Tensor | str) -> torch.Tensor | None:
         """Return the whole gradient of a parameter, or None. Called on every rank."""
-        return self.mode.full_grad(self.mode.index_of(parameter))
+        return self.mode.ready_gradients().full(self.mode.index_of(parameter))
 
     def full_state(self, parameter: torch.Tensor | str) -> dict[str, Any]:
         """Return the whole state of a parameter; empty if it has none. Called on every rank."""
@@ -91,6 +91,7 @@ class ModeFront(Optimizer, Joinable):
         Called on every rank. It is `torch.nn.utils.clip_grad_value_` for gradients that may be
         sharded across ranks.
         """
+        self.mode.check_change("clip_grad_value_()")
         self.mode.ready_gradients().clip_value(float(clip_value))
 
     def verify(self) -> None:

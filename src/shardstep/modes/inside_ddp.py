@@ -149,18 +149,11 @@ class InsideDDP(Mode):
             )
 
     @override
-    def clip_norm(
-        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
-    ) -> torch.Tensor:
-        raise _too_late("clip_grad_norm_()")
-
-    @override
-    def ready_gradients(self) -> GradientSource:
-        raise _too_late("clipping by value or reading norms")
-
-    @override
-    def check_scaler(self) -> None:
-        raise _too_late("GradScaler")
+    def check_change(self, what: str) -> None:
+        raise RuntimeError(
+            f"{what} comes too late with overlap_with_ddp=True: the step was taken inside "
+            "backward, on the gradients as they were; use module= instead"
+        )
 
     def end_interleaved(self, counts_steps: bool) -> None:
         """Refuse a class that counts its own steps. Called on every rank."""
@@ -180,13 +173,6 @@ class InsideDDP(Mode):
         # Not earlier: ranks find their first bucket reduced at different times.
         self.meet()
         self.lockstep.steps += 1
-
-
-def _too_late(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"{what} comes too late with overlap_with_ddp=True: the step was taken inside backward, on "
-        "the gradients as they were; use module= instead"
-    )
 
 
 @dataclass(slots=True)

@@ -200,21 +200,9 @@ class ModuleMode(Mode):
         self.follow()
 
     @override
-    def clip_norm(
-        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
-    ) -> torch.Tensor:
-        self._follow_without_gradients()
-        return super().clip_norm(max_norm, norm_type, error_if_nonfinite, foreach)
-
-    @override
     def ready_gradients(self) -> GradientSource:
         self._follow_without_gradients()
         return super().ready_gradients()
-
-    @override
-    def full_grad(self, param: int) -> torch.Tensor | None:
-        self._follow_without_gradients()
-        return super().full_grad(param)
 
     def _follow_without_gradients(self) -> None:
         """Adapt to parameters of another form before gradients are asked for, if there are none.
