@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from graphs import ALL_OF_THEM
 from models import MLP, MLP_PROBLEM, PROBLEMS, SGD, Problem, Setup, rank, train
+from problems import copies
 from scenarios import APART, New, renew, scenario
 from torch import Tensor, nn
 
@@ -107,6 +108,50 @@ def freeze_between_backward_and_step(new: New) -> list[Tensor]:
             setup.finish()
             renew(setup)
         seen += setup.params
+    return seen
+
+
+@scenario(modes=APART, many=True)
+def unfreeze_without_a_forward_pass_of_the_root(new: New) -> list[Tensor]:
+    """After clearing, a parameter trains again; then the model evaluates, or a method is called."""
+    seen = []
+    for how in ("evaluates", "method", "method and clip", "method and accumulate"):
+        setup = new()
+        layers = [setup.module.get_submodule(f"layers.{each}") for each in (1, 2)]
+        layers[0].requires_grad_(False)
+        setup.module.train(how != "evaluates")
+        renew(setup)
+        for step in range(5):
+            if step == 2:
+                layers[0].requires_grad_(True)
+                layers[1].requires_grad_(False)
+                renew(setup)
+            method = how != "evaluates" and setup.model is setup.module
+            model = setup.module.forward if method else setup.model
+            if how == "method and accumulate":
+                with setup.no_sync():
+                    MLP_PROBLEM.loss(model, step + 5).backward()
+            MLP_PROBLEM.loss(model, step).backward()
+            if how == "method and clip":
+                setup.clip(1e9)
+            setup.finish()
+        seen += setup.params
+    return seen
+
+
+@scenario(PROBLEMS["conv"], modes=APART)
+def a_part_trains_and_the_root_evaluates(setup: Setup) -> list[Tensor]:
+    """Buffers follow rank 0's before each forward pass."""
+    setup.module.eval()
+    setup.module.get_submodule("norm_one").train()
+    seen = []
+    for step in range(4):
+        with torch.no_grad():
+            PROBLEMS["conv"].loss(setup.module, step + 9)
+        PROBLEMS["conv"].loss(setup.model, step + 5)
+        setup.backward(step, PROBLEMS["conv"])
+        seen += copies(setup.module.buffers())
+        setup.finish()
     return seen
 
 

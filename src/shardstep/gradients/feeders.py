@@ -188,17 +188,17 @@ class AutogradFeeder(Feeder):
     def hold_back(self, param: int) -> None:
         # Autograd would add the next gradient in 16 bits; a placeholder adds in the step's dtype.
         if param in self._widened:
-            self._put_aside(param)
+            self.put_aside(param, self._params[param].grad)
 
     @override
     def resume(self) -> None:
         # Placeholders take the place of local gradients, which torch's own clipping or a
         # GradScaler would take for everyone's. On every rank, whatever it accumulated.
         for index in self._trained:
-            self._put_aside(index)
+            self.put_aside(index, self._params[index].grad)
 
-    def _put_aside(self, param: int) -> None:
-        grad = self._params[param].grad
+    def put_aside(self, param: int, grad: torch.Tensor | None) -> None:
+        """Keep a gradient of this rank in the placeholder, to be sent with the next round."""
         if not isinstance(grad, ShardedGrad):
             self._start_over(param)
             self._placeholders[param].incoming = grad

@@ -21,8 +21,9 @@ from shardstep.comm.broadcast import broadcast
 from shardstep.gather import OverlappedGather, ParamGather
 from shardstep.gradients import AutogradFeeder, GradientSource, GradReducer
 from shardstep.gradients.feeders import refuse_watched
-from shardstep.modes.base import Mode
+from shardstep.modes.base import FOLLOWING, Mode
 from shardstep.modes.join import JoinContext, announced, options_of, take_options
+from shardstep.modes.planner import Planned
 from shardstep.params.inputs import parameters
 from shardstep.params.module_hook import UncopiedHook, remove_hooks, when_freed
 from shardstep.params.names import names_in
@@ -90,10 +91,11 @@ class ModuleMode(Mode):
 
     @override
     def make_gradients(self, params: ShardedParams) -> GradReducer:
+        self._feeder = AutogradFeeder()
         self._reducer = GradReducer(
             self.comm,
             params,
-            AutogradFeeder(),
+            self._feeder,
             self.precision,
             self._overlap,
             self._announce,
@@ -125,7 +127,9 @@ class ModuleMode(Mode):
     # Collectives are not for torch.compile to trace: it fails on process groups.
     @_disable_dynamo
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        if not (torch.is_grad_enabled() and module.training):
+        # A part may train while the root evaluates. A model of which no part trains changes no
+        # buffers, and may be run on some ranks only.
+        if not (torch.is_grad_enabled() and any(part.training for part in module.modules())):
             return
         self.check_replaced()
         self._reducer.check_forward()
@@ -214,10 +218,43 @@ class ModuleMode(Mode):
         """
         if self.join.enabled or self.join.shadowing:
             return
+        params = self.pipeline.params
         with torch._C.DisableTorchFunctionSubclass():
-            waits = self._reducer.has_gradients() or self.pipeline.params.intact()
+            waits = self._reducer.has_gradients() or params.intact()
+            pairs = zip(params.params, params.trainable, strict=True)
+            late = [n for n, (p, trains) in enumerate(pairs) if p.requires_grad and not trains]
         if not waits:
             self.follow()
+        elif late:
+            self._take_in(late)
+
+    def _take_in(self, late: Sequence[int]) -> None:
+        """Adopt a plan with parameters that were unfrozen unnoticed. Called on every rank.
+
+        The root's forward was not called in between: parts of the model or its methods were, or the
+        model evaluates. Gradients that were reduced are gathered and sent once more, with those of
+        the late parameters. On 16-bit wires that rounds them once more.
+        """
+        params = self.params
+        self._reducer.collect()
+        grads = {index: self._reducer.full(index) for index in self._reducer.trained}
+        grads |= {index: params[index].grad for index in late}
+        self._reducer.zero(set_to_none=True)
+
+        def make() -> Planned:
+            for index, grad in grads.items():
+                # Frozen or not, a parameter with a gradient is stepped on.
+                params[index].grad = None if grad is None else torch.zeros_like(params[index])
+            try:
+                return self.planner.plan()
+            finally:
+                for index in grads:
+                    params[index].grad = None
+
+        self.replan(FOLLOWING, make)
+        for index, grad in grads.items():
+            if grad is not None:
+                self._feeder.put_aside(index, grad)
 
     # -------------------------------------------------------------------------------- uneven inputs
 
