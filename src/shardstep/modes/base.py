@@ -288,12 +288,12 @@ class Mode(ShardView):
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> float | None:
         """Take one step. Called on every rank."""
-        if closure is not None:
-            closure = evaluated(closure)
-        if not self.join.shadowing:
-            self.before_step()
-        self.meet()
         with self.lockstep.stepping():
+            if closure is not None:
+                closure = evaluated(closure)
+            if not self.join.shadowing:
+                self.before_step()
+            self.meet()
             self.follow(stepping=True)
             loss = self.pipeline.step(closure, **kwargs)
             self.after_step()

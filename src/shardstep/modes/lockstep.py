@@ -25,8 +25,8 @@ GIVEN_UP, JOINED, EDITED = 1, 2, 4
 
 FORM = struct.Struct("=6q")
 COUNTS = {
-    "steps": "calls of step()",
     "raised": "calls of step() that raised",
+    "steps": "calls of step()",
     "loads": "calls of load_state_dict()",
     "rounds": "reductions of gradients",
 }
@@ -55,7 +55,6 @@ class Lockstep:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Count a step, and an error of this rank in it."""
-        self.steps += 1
         try:
             yield
         except OutOfStepError:
@@ -63,6 +62,8 @@ class Lockstep:
         except BaseException:
             self.raised += 1
             raise
+        finally:
+            self.steps += 1
 
     # ---------------------------------------------------------------------------------- the notes
 
