@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from frameworks.cells import COLUMNS, KINDS, LAST_BIT
 from frameworks.table import FRAMEWORKS, rows_of
+from ranks import raises_on_every_rank
+
+from shardstep import ZeroRedundancyOptimizer
 
 
 @pytest.mark.slow
@@ -27,3 +31,20 @@ def test_importing_the_package_imports_no_framework() -> None:
     names = ["accelerate", "lightning", "peft", "transformers"]
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, check=True)
     assert done.stdout.split() == []
+
+
+def _known_to_accelerate_as_one_rank() -> None:
+    from accelerate import Accelerator
+
+    from shardstep.integrations.accelerate import prepare
+
+    model = torch.nn.Linear(4, 4)
+    opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
+    prepare(Accelerator(), model, opt)
+
+
+def test_an_accelerator_that_knows_of_one_rank_only_is_refused() -> None:
+    # Without cpu=True it gives every rank all batches, and lets every rank write.
+    pytest.importorskip("accelerate")
+    match = "for the only one"
+    raises_on_every_rank(_known_to_accelerate_as_one_rank, 2, ValueError, match=match)

@@ -32,7 +32,8 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
         *objects: models, optimizers, data loaders and schedulers.
 
     Raises:
-        ValueError: if the accelerator shards by itself, or the module of an optimizer is missing.
+        ValueError: if the accelerator shards by itself or knows of one rank only, or the module of
+            an optimizer is missing.
     """
     if accelerator.distributed_type in _OTHERS:
         raise ValueError(
@@ -40,6 +41,14 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
             "by itself; use a sharded optimizer where Accelerate would use DDP"
         )
     optimizers = [found for each in objects if (found := _sharded(each)) is not None]
+    for each in optimizers:
+        if accelerator.num_processes == 1 < each.world_size:
+            raise ValueError(
+                f"rank {each.rank}: the accelerator takes each of the optimizer's "
+                f"{each.world_size} ranks for the only one, so all would train on the same batches "
+                "and write the same files; on CPUs, pass Accelerator(cpu=True), or use_cpu=True to "
+                "TrainingArguments"
+            )
     modules = {id(each.mode.module): each for each in optimizers if each.mode.module is not None}
     missing = modules.keys() - {id(each) for each in objects}
     if missing:
