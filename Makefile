@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-thorough test-nccl coverage check bench docs examples format clean
+.PHONY: help demo test test-slow test-thorough test-nccl coverage check bench docs examples dist format clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -57,5 +57,16 @@ docs: $(READY)  ## check the documentation's links and code blocks, and build it
 	$(BIN)/python -m pytest tests/test_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+dist: $(READY)  ## build the sdist and the wheel in dist/, and train with the wheel in a bare environment
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	set -e; folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; cp examples/train.py $$folder; \
+	$(PYTHON) -m venv $$folder/venv; \
+	$$folder/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		"$$(ls $(CURDIR)/dist/*.whl)[cli]"; \
+	cd $$folder; export PATH=$$folder/venv/bin:$$PATH; unset PYTHONPATH; \
+	torchrun --standalone --nproc-per-node=2 train.py; \
+	shardstep --version; shardstep plan --model gpt2-124m --ranks 2; shardstep demo --help > demo.txt
+
 clean:  ## remove what the other verbs made
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov site
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov site dist

@@ -1,8 +1,9 @@
 """How fast does each contestant train on N hosts joined by a link of a given rate?
 
-The hosts are network namespaces of this machine, one rank each; all contestants live in the same
-rank processes and take turns, so that a ratio compares neighbours in time. Reading order:
-hosts.py (this launcher), netns.py, rank.py, contestants.py, measure.py, summary.py, picture.py.
+The hosts are network namespaces of this machine, one rank each, or with `--local` processes on it.
+All contestants live in the same rank processes and take turns, so that a ratio compares neighbours
+in time. `shardstep bench` runs this file. Reading order: hosts.py (this launcher), netns.py,
+rank.py, contestants.py, measure.py, summary.py, picture.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from netns import INTERFACE, Host, bits_per_second, switched_hosts
+from netns import Host, bits_per_second, local_hosts, switched_hosts
 from picture import draw
 from summary import summarise, table
 
@@ -40,12 +41,18 @@ class RunError(Exception):
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0] + " Needs root, `ip` and `tc`.",
+        prog=os.environ.get("SHARDSTEP_PROG"),
+        description=__doc__.split("\n\n")[0] + " Hosts need root, `ip` and `tc`; --local does not.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--hosts", type=int, default=2, metavar="N", help="number of hosts, one rank on each")
     add("--rate", default="1gbit", help="of each link in each direction, e.g. 250mbit; or 'none'")
+    add(
+        "--local",
+        action="store_true",
+        help="ranks on this machine without links; bytes sent are then all of its loopback traffic",
+    )
     add("--rounds", type=int, default=5, help="measured rounds, after one warm-up round")
     add("--steps", type=int, default=6, help="timed steps of each contestant in each round")
     add(
@@ -61,12 +68,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--out",
         type=Path,
         default=argparse.SUPPRESS,
-        help="JSON file; a PNG goes beside it (default: benchmarks/results/hosts-N-RATE.json)",
+        help="JSON file, with a PNG (default: hosts-N-RATE.json, in benchmarks/results of "
+        "a checkout, else in the current folder)",
     )
+    add("--json", action="store_true", help="print the JSON instead of the table")
+    add("--picture", type=Path, default=argparse.SUPPRESS, help="PNG file, in place of the default")
     options = parser.parse_args(argv)
     options.contestants = [name for name in options.contestants.split(",") if name]
+    if options.local:
+        options.rate = "none"
     if "out" not in options:
-        options.out = HERE / "results" / f"hosts-{options.hosts}-{options.rate}.json"
+        folder = HERE / "results" if (HERE / "results").is_dir() else Path()
+        kind = "local" if options.local else "hosts"
+        options.out = folder / f"{kind}-{options.hosts}-{options.rate}.json"
+    if "picture" not in options:
+        options.picture = options.out.with_suffix(".png")
     try:
         bits_per_second(options.rate)
     except ValueError as error:
@@ -81,7 +97,10 @@ def run_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Make the hosts, run one rank on each, return what each rank wrote."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        hosts = stack.enter_context(switched_hosts(options.hosts, options.rate))
+        if options.local:
+            hosts = stack.enter_context(local_hosts(options.hosts))
+        else:
+            hosts = stack.enter_context(switched_hosts(options.hosts, options.rate))
         ranks: list[subprocess.Popen[bytes]] = []
         for host in hosts:
             rank = _start(host, hosts[0].address, options, folder)
@@ -103,8 +122,8 @@ def _start(
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(options.hosts),
         "MASTER_ADDR": store_address,
-        "MASTER_PORT": "29500",
-        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "MASTER_PORT": str(host.port),
+        "GLOO_SOCKET_IFNAME": host.interface,
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # namespaces have no name service to warn about
         "DS_ACCELERATOR": "cpu",
@@ -118,7 +137,7 @@ def _start(
         return subprocess.Popen(
             host.command([sys.executable, str(HERE / "rank.py"), json.dumps(config), str(results)]),
             env=environment,
-            stdout=None if host.index == 0 else log,
+            stdout=sys.stderr if host.index == 0 else log,  # progress
             stderr=log,
             # Ctrl-C goes to the launcher alone, which ends the ranks in order.
             start_new_session=True,
@@ -177,7 +196,8 @@ def describe_machine() -> dict[str, Any]:
 
 def _command(options: argparse.Namespace) -> str:
     names = ("hosts", "rate", "rounds", "steps", "batch_size", "seq_len")
-    values = [f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names]
+    values = ["--local"] if options.local else []
+    values += [f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names]
     contestants = f"--contestants {','.join(options.contestants)}"
     out = f"--out benchmarks/results/{options.out.name}"
     return " ".join(["python benchmarks/hosts.py", *values, contestants, out])
@@ -197,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
     result = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": _command(options),
-        "options": {k: v for k, v in vars(options).items() if k != "out"},
+        "options": {k: v for k, v in vars(options).items() if k not in ("out", "json", "picture")},
         "machine": machine,
         "versions": ranks[0]["versions"],
         "model": {
@@ -211,10 +231,13 @@ def main(argv: Sequence[str]) -> int:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
+    drawn = result["contestants"] and draw(result, options.picture)
+    if options.json:
+        print(json.dumps(result, indent=1))
+        return 0
     print(f"\n{table(result)}\n\n{options.out}")
-    picture = options.out.with_suffix(".png")
-    if result["contestants"] and draw(result, picture):
-        print(picture)
+    if drawn:
+        print(options.picture)
     return 0
 
 

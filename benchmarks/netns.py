@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,14 +34,18 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 @dataclass(frozen=True)
 class Host:
-    """One namespace on the switch."""
+    """One namespace on the switch; a process of this machine if it has none."""
 
     index: int
     namespace: str
     address: str
+    interface: str = INTERFACE
+    port: int = 29500
 
     def command(self, argv: list[str]) -> list[str]:
         """`argv` as run inside this host. The process keeps its id: `ip` execs it."""
+        if not self.namespace:
+            return argv
         return ["ip", "netns", "exec", self.namespace, *argv]
 
 
@@ -73,6 +78,14 @@ def switched_hosts(num_hosts: int, rate: str) -> Iterator[list[Host]]:
         yield hosts
     finally:
         _remove([name for name in _namespaces() if name.startswith(f"{prefix}-")])
+
+
+@contextmanager
+def local_hosts(num_hosts: int) -> Iterator[list[Host]]:
+    """Give each rank the machine itself, over its loopback interface."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    yield [Host(index, "", "127.0.0.1", "lo", port) for index in range(num_hosts)]
 
 
 def bits_per_second(rate: str) -> float | None:

@@ -61,8 +61,12 @@ def _color(name: str) -> str:
 
 def _title(result: dict[str, Any]) -> str:
     options, model = result["options"], result["model"]
+    if options.get("local"):
+        kind = f"{options['hosts']} single-threaded ranks on one machine"
+    else:
+        kind = f"{options['hosts']} hosts, one single-threaded rank each"
     rate = "links not limited" if options["rate"] == "none" else f"{options['rate']} links"
     return (
-        f"{options['hosts']} hosts, one single-threaded rank each, {rate}, Gloo; "
+        f"{kind}, {rate}, Gloo; "
         f"{model['num_parameters'] / 1e6:.1f}M-parameter GPT; {result['date']}"
     )

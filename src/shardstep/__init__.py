@@ -19,4 +19,4 @@ __all__ = [
     "hook_with_zero_step_interleaved",
     "register",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -42,3 +44,17 @@ def test_ctrl_c_is_clean(after_s: float) -> None:
             child.kill()
     assert "Traceback" not in out + err
     assert child.returncode == 130
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_on_local_ranks(tmp_path: Path) -> None:
+    code = "import shardstep_command as c; c.main()"
+    options = "bench --local --json --rounds 1 --steps 1 --contestants ddp,zero2 --seq-len 8"
+    command = [sys.executable, "-c", code, *options.split(), "--out", str(tmp_path / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "round 1/1" in done.stderr
+    result = json.loads(done.stdout)
+    assert result == json.loads((tmp_path / "out.json").read_text())
+    assert result["contestants"]["zero2"]["loss_distance_to_ddp"] == 0
+    assert (tmp_path / "out.png").exists()

@@ -7,16 +7,17 @@ from typing import Annotated
 import typer
 
 from shardstep import __version__
+from shardstep.cli.bundled import bench, demo
 from shardstep.cli.checkpoint import app as checkpoint_app
-from shardstep.cli.demo import demo
 from shardstep.cli.flags import App
 from shardstep.cli.plan import plan
 
 app = App(name="shardstep", add_completion=False, pretty_exceptions_show_locals=False)
 
-# The demo reads its options itself.
+# These read their options themselves.
 unread = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command(context_settings=unread)(demo)
+app.command(context_settings=unread)(bench)
 app.command()(plan)
 app.add_typer(checkpoint_app, name="checkpoint")
 
