@@ -1,0 +1,213 @@
+"""Does all kinds of user actions in turn for some minutes, in every mode, and watches resources.
+
+    python tests/faults/soak.py --minutes 20
+
+Two ranks hold one optimizer per mode. Each cycle does every action in every mode, then compares the
+parameters of both ranks, and notes memory, descriptors and threads. These must be as they were
+after the first third of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "tests" / "support")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from models import ADAMW, MLP_PROBLEM  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+from scenarios import renew, sharded  # noqa: E402
+
+from shardstep import checkpoint  # noqa: E402
+
+MODES = ("module", "drop-in", "register", "hook", "interleaved")
+MEMORY_GROWTH = 4.0
+"""Megabytes by which a rank may grow in the last two thirds of the time."""
+
+
+class InjectedError(RuntimeError):
+    """The error of a user's code."""
+
+
+class Soak:
+    """The optimizer of one mode, and the actions."""
+
+    def __init__(self, mode: str, folder: Path) -> None:
+        self.mode = mode
+        self.folder = folder / mode
+        self.step = 0
+        self.build()
+        self.apart = mode in ("module", "drop-in")  # the loop takes the step, not backward
+        names = ["train", "evaluate", "options", "freeze", "save", "save_later", "consolidate"]
+        if self.apart:
+            names += ["accumulate", "clip", "closure"]
+        if mode == "module" and hasattr(self.setup.opt, "recover"):
+            names += ["recover"]
+        self.actions = [*names, "rebuild"]
+
+    def build(self) -> None:
+        torch.manual_seed(0)
+        self.setup = sharded(self.mode, MLP_PROBLEM.fresh(), ADAMW)
+
+    def rebuild(self) -> None:
+        checkpoint.save(self.folder / "rebuild", self.setup.opt, self.setup.module)
+        del self.setup
+        self.build()
+        checkpoint.load(self.folder / "rebuild", self.setup.opt, self.setup.module)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder / "rebuild")
+        dist.barrier()
+
+    def train(self, steps: int = 3) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self.setup.backward(self.step % 50)
+            self.setup.finish()
+
+    def accumulate(self) -> None:
+        with self.setup.no_sync():
+            self.setup.backward(1)
+        self.train(1)
+
+    def clip(self) -> None:
+        self.setup.backward(2)
+        self.setup.clip(0.5)
+        self.setup.finish()
+
+    def evaluate(self) -> None:
+        self.setup.module.eval()
+        with torch.no_grad():
+            MLP_PROBLEM.loss(self.setup.model, 3)
+        self.setup.module.train()
+
+    def options(self) -> None:
+        for group in self.setup.opt.param_groups:
+            group["lr"] = 1e-3 / (1 + self.step % 7)
+        self.train(1)
+
+    def freeze(self) -> None:
+        first = next(self.setup.module.parameters())
+        for wanted in (False, True):
+            first.requires_grad_(wanted)
+            if self.mode == "drop-in":
+                renew(self.setup)
+            if self.apart:
+                self.train(1)
+
+    def closure(self) -> None:
+        self.setup.opt.step(lambda: self.setup.backward(4))
+        self.setup.opt.zero_grad()
+
+    def recover(self) -> None:
+        try:
+            if dist.get_rank() == self.step % dist.get_world_size():
+                raise InjectedError
+            self.train(1)
+        except RuntimeError:
+            self.setup.opt.recover()
+
+    def save(self) -> None:
+        path = self.folder / f"step-{self.step}"
+        checkpoint.save(path, self.setup.opt, self.setup.module, {"step": self.step}, keep_last=2)
+        loaded = checkpoint.resume(self.folder, self.setup.opt, self.setup.module)
+        assert loaded is not None
+        assert loaded.extra["step"] == self.step
+
+    def save_later(self) -> None:
+        path = self.folder / f"later-{self.step}"
+        checkpoint.async_save(path, self.setup.opt, self.setup.module, keep_last=2)
+        self.train(2)
+
+    def consolidate(self) -> None:
+        self.setup.opt.consolidate_state_dict(to=0)
+        if dist.get_rank() == 0:
+            self.setup.opt.state_dict()
+
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for param in self.setup.module.parameters():
+            digest.update(param.detach().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def resources() -> dict[str, float]:
+    """Return this process's memory in megabytes, descriptors and threads."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "memory": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "python threads": threading.active_count(),
+    }
+
+
+def soak(minutes: float, folder: Path, modes: tuple[str, ...]) -> list[dict[str, float]]:
+    """Run cycles until the time is over. Return the resources after each."""
+    warnings.simplefilter("ignore")
+    soaks = [Soak(mode, folder) for mode in modes]
+    end = time.monotonic() + 60 * minutes
+    seen: list[dict[str, float]] = []
+    while True:
+        # One clock decides, so that all ranks do as many cycles.
+        over = torch.tensor(float(time.monotonic() > end))
+        dist.broadcast(over, 0)
+        if over:
+            return seen
+        for each in soaks:
+            for action in each.actions:
+                getattr(each, action)()
+        mine = [each.digest() for each in soaks]
+        theirs: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(theirs, mine)
+        assert all(other == mine for other in theirs), f"ranks differ after {len(seen)} cycles"
+        seen.append(resources())
+
+
+def growth(seen: list[dict[str, float]]) -> dict[str, float]:
+    """Return by how much each resource grew in the last two thirds of the time."""
+    third = max(1, len(seen) // 3)
+    return {
+        key: max(each[key] for each in seen[-third:]) - max(each[key] for each in seen[: 2 * third])
+        for key in seen[0]
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=2)
+    parser.add_argument("--modes", default=",".join(MODES))
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
+        modes = tuple(given.modes.split(","))
+        timeout = 60 * given.minutes + 300
+        ranks = run_ranks(soak, 2, given.minutes, Path(folder), modes, timeout=timeout, fresh=True)
+        failed = False
+        for rank, seen in enumerate(ranks):
+            grown = growth(seen)
+            print(f"rank {rank}: {len(seen)} cycles, at first {seen[0]}, at last {seen[-1]}")
+            print(f"rank {rank}: growth {grown}")
+            failed |= grown.pop("memory") > MEMORY_GROWTH or any(n > 0 for n in grown.values())
+        return int(failed)
+    return 1
+
+
+if __name__ == "__main__":
+    import soak as this  # so that ranks can import it
+
+    sys.exit(this.main())
