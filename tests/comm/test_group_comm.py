@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import json
@@ -169,15 +170,15 @@ def bind_new_groups() -> list[Any]:
         return dist.group.WORLD
 
     with mock.patch.object(group.dist, "new_group", new_group):
-        comm.new_connection()  # two groups of Gloo, which has no device
-        comm.new_connection("gloo")
+        made = [comm.new_connection(), comm.new_connection("gloo")]  # two groups of Gloo, and one
         with mock.patch.object(group, "EXCHANGING", frozenset()):
-            comm.new_connection()
-            comm.new_connection("gloo")
+            made += [comm.new_connection(), comm.new_connection("gloo")]
             with mock.patch.object(dist.ProcessGroup, "bound_device_id", device):
-                comm.new_connection()
-            connect(None, [torch.zeros(1)]).new_connection()
-            GroupComm(dist.group.WORLD, [device, torch.device("cuda:4")]).new_connection()
+                made += [comm.new_connection()]
+            made += [connect(None, [torch.zeros(1)]).new_connection()]
+            two = [device, torch.device("cuda:4")]
+            made += [GroupComm(dist.group.WORLD, two).new_connection()]
+    assert all(each.group is dist.group.WORLD for each in made)  # kept, so that it stays open
     return asked
 
 
@@ -283,3 +284,22 @@ def test_a_rank_that_dies_makes_the_others_raise_and_name_the_operation(
         assert kind == "RuntimeError", message
         assert name in message
         assert seconds < TIMEOUT / 2 + 1
+
+
+def _constructions(count: int) -> list[int]:
+    """Construct an optimizer again and again; return the descriptors after each."""
+    seen = []
+    for _ in range(count):
+        model = nn.Linear(4, 4)
+        opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
+        model(torch.ones(1, 4)).sum().backward()
+        opt.step()
+        del model, opt
+        gc.collect()
+        seen.append(len(os.listdir("/proc/self/fd")))
+    return seen
+
+
+def test_connections_of_optimizers_that_are_gone_are_closed() -> None:
+    for seen in run_ranks(_constructions, 2, 6):
+        assert max(seen[3:]) <= seen[2], seen

@@ -47,9 +47,10 @@ class Fault:
     """Something that happens to one rank, at one phase of one step.
 
     Attributes:
-        act: kill, stop, pause, raise, skip, forward twice; outside: the controller acts; all skip:
-            no fault, and every rank leaves one batch out.
-        phase: construct, loader, forward, backward, hook, closure, step, save; or random.
+        act: kill, stop, pause, raise; skip: a batch is left out; extra: something is done once
+            more, or not done; outside: the controller acts; all skip, shift: no fault, but every
+            rank leaves one batch out, or this one does and has one more.
+        phase: construct, loader, batch, forward, backward, hook, closure, step, save; random.
         caught: whether the loop catches the error and gives the batch up.
         rank: the rank it happens to.
         seed: of the random moment.
@@ -119,6 +120,7 @@ class Job:
         self.place = place
         self.fault = fault
         self.step = -1
+        self.skipped = 0
         self.file = open(place.records, "a", buffering=1)  # noqa: SIM115
 
     def record(self, **said: Any) -> None:
@@ -174,10 +176,14 @@ class Job:
             if self.step == FAULTY_STEP and self.fault.act == "all skip":
                 self.record(given_up=self.step)
                 continue
-            if self.reach("batch"):
-                if self.fault.act == "skip":
-                    continue
-                setup.model(self._batch())  # an extra forward pass
+            if self.reach("batch") and self.fault.act in ("skip", "shift"):
+                self.skipped += 1
+            if self.step + self.skipped == STEPS and self.fault.act == "skip":
+                break
+            if self.reach("extra forward"):
+                setup.model(self._batch())
+            if self.reach("extra backward"):
+                setup.model(self._batch()).square().mean().backward()
             loss = self._train(setup)
             if loss is None:
                 self.record(given_up=self.step)
@@ -186,12 +192,15 @@ class Job:
             self.record(step=self.step, loss=loss.item().hex(), digest=digest)
             if place.mode != "ddp" and self.step % SAVE_EVERY == 1:
                 self._save(setup)
-        dist.barrier()
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {place.rank}: waiting at the end failed: {error}") from error
         dist.destroy_process_group()
 
     def _train(self, setup: Any) -> Tensor | None:
         """Take one step; return None if the batch was given up."""
-        torch.manual_seed(1000 * self.step + self.place.rank)
+        torch.manual_seed(1000 * (self.step + self.skipped) + self.place.rank)
 
         def closure() -> Tensor:
             self.reach("loader")
@@ -206,6 +215,9 @@ class Job:
                 loss: Tensor = setup.opt.step(closure)
             else:
                 loss = closure()
+                if self.reach("no step"):
+                    setup.opt.zero_grad()
+                    return None
                 setup.opt.step()
             setup.opt.zero_grad()
         except RuntimeError as error:

@@ -19,12 +19,12 @@ from fault_job import TIMEOUT, Fault
 
 from shardstep import checkpoint
 
-REFERENCES = {False: Fault(), True: Fault("all skip")}
-"""Jobs without a fault, to compare with: all batches, and without the one that is given up."""
+REFERENCES = {"": Fault(), "all skip": Fault("all skip"), "shift": Fault("shift", "batch")}
+"""Jobs to compare with: without a fault, without the batch that is given up, and with the batches
+of a rank that leaves one out and does not end before the others."""
 
 MODES = ("module", "drop-in", "register", "hook", "interleaved")
 RAISES = ("raises at once", "raises after the timeout")
-SOON = ("raises at once",)
 EQUAL = ("equal",)
 SKIPS = ("skips the batch",)
 
@@ -48,6 +48,11 @@ class Trial:
     link: Callable[[Host], None] | None = None
     jobs: tuple[str, ...] = ("",)
     small_disk: bool = False
+
+    @property
+    def reference(self) -> str:
+        """The name of the job to compare with."""
+        return "shift" if self.fault.act == "skip" else "all skip" if self.allowed == SKIPS else ""
 
 
 def cut_briefly(host: Host) -> None:
@@ -142,8 +147,10 @@ TRIALS: dict[str, Trial] = {
         )
         for phase in ("loader", "forward", "backward", "hook", "closure")
     },
-    "a rank skips a batch": Trial(Fault("skip", "batch")),
-    "a rank runs forward twice": Trial(Fault("forward twice", "batch"), (*EQUAL, *RAISES)),
+    "a rank has one batch less": Trial(Fault("skip", "batch")),
+    "a rank runs forward once more": Trial(Fault("extra", "extra forward"), (*EQUAL, *RAISES)),
+    "a rank runs backward once more": Trial(Fault("extra", "extra backward"), modes=TWO_MODES),
+    "a rank leaves a step out": Trial(Fault("extra", "no step"), modes=TWO_MODES),
     "the disk is full": Trial(Fault("", "disk"), EQUAL, small_disk=True),
     "two jobs save to one folder": Trial(Fault(), EQUAL, TWO_MODES, jobs=("a-", "b-")),
 }

@@ -116,6 +116,7 @@ class Soak:
     def recover(self) -> None:
         try:
             if dist.get_rank() == self.step % dist.get_world_size():
+                self.step += 1
                 raise InjectedError
             self.train(1)
         except RuntimeError:

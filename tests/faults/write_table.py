@@ -15,7 +15,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "tests" / "support")]
 import torch  # noqa: E402
 from fault_harness import run_trial, some_hosts, verdict  # noqa: E402
 from fault_job import TIMEOUT  # noqa: E402
-from fault_table import MODES, REFERENCES, SKIPS, TRIALS, run_named  # noqa: E402
+from fault_table import MODES, REFERENCES, TRIALS, run_named  # noqa: E402
 
 HEADER = f"""# Faults
 
@@ -44,8 +44,8 @@ def main() -> None:
     modes = ("ddp", *MODES)
     with some_hosts() as hosts, tempfile.TemporaryDirectory() as folder:
         references = {
-            skips: run_trial(modes, fault, hosts, Path(folder) / f"reference-{skips}", patience=60)
-            for skips, fault in REFERENCES.items()
+            name: run_trial(modes, fault, hosts, Path(folder) / f"reference {name}", patience=60)
+            for name, fault in REFERENCES.items()
         }
         rows = []
         for number, (name, trial) in enumerate(TRIALS.items()):
@@ -53,7 +53,7 @@ def main() -> None:
             if trial.small_disk or trial.fault.phase == "save" or len(trial.jobs) > 1:
                 ran.remove("ddp")  # its job saves nothing
             outcomes = run_named(name, ran, hosts, Path(folder) / str(number))
-            right = references[trial.allowed == SKIPS]
+            right = references[trial.reference]
             cells = [
                 verdict(outcomes[mode][0], right[mode][0]) if mode in ran else "" for mode in modes
             ]

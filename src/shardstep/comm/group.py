@@ -7,6 +7,7 @@ Segments travel as messages over Gloo (`gloo.py`), by collectives over other bac
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,11 +29,15 @@ EXCHANGING = frozenset({"gloo"})
 
 CPU = torch.device("cpu")
 
+_unused: dict[str, list[dist.ProcessGroup]] = {}
+"""Connections by name whose `GroupComm` is gone on this rank."""
+
 
 class GroupComm(Comm):
     """Communication within a process group, for a rank that works on these accelerators.
 
-    `downwards` is a group of the same ranks for messages to lower ranks.
+    `downwards` is a group of the same ranks for messages to lower ranks. `origin` is the user's
+    group that this one was made from.
     """
 
     def __init__(
@@ -40,12 +45,14 @@ class GroupComm(Comm):
         group: dist.ProcessGroup,
         devices: Sequence[torch.device] = (),
         downwards: dist.ProcessGroup | None = None,
+        origin: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = self._group = group
         self.group_rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.ledger = Ledger()
         self._devices = devices
+        self._origin = origin or group
         self._exchange = Exchange(group, downwards or group)
         self._collectives = Collectives(group)
 
@@ -111,7 +118,9 @@ class GroupComm(Comm):
     def new_connection(self, backend: str | None = None) -> GroupComm:
         options: dict[str, Any] = {"timeout": self._timeout()}
         ranks = None
-        if self._group is not dist.group.WORLD:
+        if self._origin is dist.group.WORLD:
+            self._close_unused()
+        else:
             self._check_group_counts()
             ranks = dist.get_process_group_ranks(self._group)
             # Ranks outside of the group do not take part in making another.
@@ -132,9 +141,26 @@ class GroupComm(Comm):
             **options,
         )
         downwards = dist.new_group(ranks, backend="gloo", **options) if exchanges else None
-        comm = GroupComm(group, self._devices, downwards)
+        comm = GroupComm(group, self._devices, downwards, self._origin)
         assert comm.group_rank == self.group_rank
+        made = [each for each in (group, downwards) if each is not None]
+        weakref.finalize(comm, _unused.__setitem__, group.group_name, made).atexit = False
         return comm
+
+    def _close_unused(self) -> None:
+        """Close connections that no rank uses any more. Called on every rank.
+
+        The garbage collector finds them at different times on different ranks, but the ranks must
+        have equal numbers of groups. torch names groups of some ranks by that number and may not
+        use a name twice, so nothing is closed where there are such groups.
+        """
+        world = dist.distributed_c10d._world
+        may_close = all(name.isdecimal() for name in world.pg_names.values())
+        found = all_gather_json(self, list(_unused) if may_close else [])
+        for name in sorted(set.intersection(*map(set, found))):
+            for group in _unused.pop(name):
+                if group in world.pg_map:  # the user may have destroyed all groups
+                    dist.destroy_process_group(group)
 
     def _transport(self, device: torch.device) -> Exchange | Collectives:
         return self._exchange if self._exchanges(device) else self._collectives
