@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -192,6 +193,7 @@ class ZeroRedundancyOptimizer(ModeFront):
 
     # ----------------------------------------------------------------------------------- the step
 
+    @_disable_dynamo  # collectives are not for torch.compile to trace
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, **kwargs: Any
     ) -> float | None:

@@ -195,3 +195,26 @@ def test_a_module_runs_on_after_an_optimizer_that_could_not_be_made() -> None:
     expected = net(torch.float32)(torch.ones(2, 30)).detach()
     for out in run_ranks(_give_up, 2):
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+
+def _compiled_step(module_given: bool) -> bool:
+    """Step within a compiled function, beside a plain one; return whether both are equal."""
+    values = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        more = {"module": model} if module_given else {}
+        opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1, **more)
+        step = torch.compile(lambda opt=opt: opt.step(), backend="eager") if compiled else opt.step
+        for _ in range(3):
+            model(torch.ones(2, 8)).square().mean().backward()
+            step()
+            opt.zero_grad()
+        values.append([param.detach().clone() for param in model.parameters()])
+    torch.compiler.reset()
+    return all(torch.equal(*pair) for pair in zip(*values, strict=True))
+
+
+@pytest.mark.parametrize("module_given", [False, True])
+def test_a_compiled_function_may_step(module_given: bool) -> None:
+    assert run_ranks(_compiled_step, 2, module_given, fresh=True) == [True, True]
