@@ -342,6 +342,7 @@ def test_a_placeholder_is_not_pickled_or_computed_with() -> None:
 def _asked_without_wrapper(way: str, folder: Path) -> None:
     net, opt = zero(ADAMW)
     if way == "dcp":
+        advance(opt, net, range(2))
         dcp.save({"optim": opt}, checkpoint_id=folder)
         return
     if way == "with state":

@@ -60,8 +60,8 @@ class LocalOptimizer:
         self._stepped = False
         # True until a step was taken or state was loaded: the state is the constructor's.
         self.fresh = True
-        # True if an empty state dict was given out before the first step.
-        self.gave_empty = False
+        # The groups of the state dict that was given out before the first step, if one was.
+        self.groups_given: list[dict[str, Any]] | None = None
         # Counts the changes of the state.
         self.version = 0
 

@@ -66,7 +66,6 @@ def full_state_dict(shards: ShardView, groups: Groups, held: Consolidated | None
         RuntimeError: if this rank has not consolidated the state, or it has changed since.
     """
     local = shards.local
-    local.gave_empty = local.fresh
     if held is not None and held.states is not None and held.version == local.version:
         return _full_dict(shards, groups, held.states, held.masters)
     if local.fresh and not local.begins_with_state():
@@ -86,6 +85,8 @@ def _full_dict(
         "param_groups": pack_groups(groups),
         **copy.deepcopy(extras(shards.optim)),
     }
+    if shards.local.fresh:
+        shards.local.groups_given = state_dict["param_groups"]
     if masters:
         state_dict["masters"] = dict(masters)
     if shards.precision.stochastic_rounding:
@@ -116,13 +117,16 @@ def load_full(shards: ShardView, groups: Groups, state_dict: Mapping[str, Any]) 
     shards.give_masters({*present, *full["masters"]})
     load_share(full, plan, rank, shards.optim)
     shards.set_masters(masters)
-    quiet = shards.local.gave_empty and shards.local.fresh
+    given = shards.local.groups_given
+    # Accelerate loads a copy of the dict that it was given before the first step. The dict itself
+    # comes from torch.distributed.checkpoint, which has read nothing into it.
+    itself = given is None or given is state_dict.get("param_groups")
+    quiet = shards.local.fresh and not itself
     shards.local.stepped = bool(present)
     if full["masters"]:
         shards.local.mark_changed()
     shards.rounding_step = full.get("rounding_step", shards.rounding_step)
     shards.local.publish_options()
-    # Some frameworks load the dict that they were given before the first step.
     if present or not quiet:
         warn_of_missing_state(shards, present)
 

@@ -19,6 +19,7 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from shardstep.checkpoint.dcp.placeholder import Placeholder
 from shardstep.checkpoint.dcp.portable import contains, from_portable, to_portable
@@ -27,6 +28,7 @@ from shardstep.checkpoint.inputs import named_params, unwrapped_optimizer
 from shardstep.comm.consensus import check_same_on_all_ranks
 from shardstep.local.multi_class import extras
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
+from shardstep.params.groups import rename_params
 from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.state.missing_state import warn_of_missing_state
 from shardstep.state.named_dict import numbered
@@ -57,6 +59,8 @@ class Sharded:
       refused.
     - A dict of `get_optimizer_state_dict` has to be nested. Load flat ones in full with the
       optimizer's `load_state_dict`.
+    - For `get_state_dict` and `set_state_dict`, pass `Sharded(optimizer).as_optimizer()`. They
+      would drop masters of 16-bit parameters, so those are refused there.
 
     Args:
         optimizer: the optimizer.
@@ -73,6 +77,14 @@ class Sharded:
     def __init__(self, optimizer: ZeroRedundancyOptimizer, *, param_names: bool = False) -> None:
         self._optimizer: ZeroRedundancyOptimizer = unwrapped_optimizer(optimizer)
         self._param_names = param_names
+
+    def as_optimizer(self) -> Optimizer:
+        """Return this as an optimizer for torch's `get_state_dict` and `set_state_dict`.
+
+        Example:
+            >>> parts = get_state_dict(model, Sharded(opt).as_optimizer())  # doctest: +SKIP
+        """
+        return _OptimizerView(self, self._optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state. Called on every rank."""
@@ -135,6 +147,35 @@ class Sharded:
         shards.rounding_step = state_dict.get("rounding_step", shards.rounding_step)
         shards.local.publish_options()
         warn_of_missing_state(shards, with_state)
+
+
+class _OptimizerView(Optimizer):
+    """An optimizer that gives its state to torch's state dict functions in shards.
+
+    Those take a step of an optimizer without state, to create it. This one says that it has some,
+    and lists what it would have: see Note [State before the first step].
+    """
+
+    def __init__(self, sharded: Sharded, optimizer: ZeroRedundancyOptimizer) -> None:
+        self._sharded = sharded
+        self.param_groups = optimizer.param_groups
+        self.state = {"sharded": True}  # type: ignore[assignment]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the state, by number. Called on every rank."""
+        made = self._sharded.state_dict()
+        names = [name for group in made["param_groups"] for name in group["params"]]
+        other = {*made, *made["state"]} - {"state", "param_groups", *names}
+        if other:
+            raise ValueError(
+                f"get_state_dict would drop {sorted(other)} of this optimizer; pass "
+                "Sharded(optimizer) to torch.distributed.checkpoint itself"
+            )
+        return rename_params(made, {name: number for number, name in enumerate(names)})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what was read into `state_dict()`. Called on every rank."""
+        self._sharded.load_state_dict(state_dict)
 
 
 class _ShardedDict(dict[str, Any]):

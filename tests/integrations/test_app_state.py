@@ -1,0 +1,82 @@
+"""The `AppState` of torch's checkpointing tutorial saves and loads a sharded optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel
+
+from shardstep import ZeroRedundancyOptimizer
+from shardstep.checkpoint import Sharded
+
+
+class AppState(Stateful):
+    """A model and its optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optim"],
+        )
+
+
+def _setup(sharded: bool) -> tuple[Any, Any, Any]:
+    """Return the model, the optimizer, and what stands for it in the state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    if sharded:
+        opt: Any = ZeroRedundancyOptimizer(
+            model.parameters(), optim.AdamW, module=model, layout="sliced", lr=0.1
+        )
+        return model, opt, Sharded(opt).as_optimizer()
+    ddp = DistributedDataParallel(model)
+    opt = optim.AdamW(ddp.parameters(), lr=0.1)
+    return ddp, opt, opt
+
+
+def _train(model: Any, opt: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    opt.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def _save_and_load(folder: str, saved: bool, loaded: bool) -> bool:
+    """Save from a run and load into another, each sharded or not; return whether it goes on."""
+    model, opt, shown = _setup(saved)
+    for step in range(2):
+        _train(model, opt, step)
+    dcp.save({"app": AppState(model, shown)}, checkpoint_id=folder)
+    other, its_opt, shown = _setup(loaded)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    dcp.load({"app": AppState(other, shown)}, checkpoint_id=folder)
+    for step in range(2, 4):
+        _train(model, opt, step)
+        _train(other, its_opt, step)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(True, True), (True, False), (False, True)])
+def test_app_state_goes_on_where_it_was_saved(saved: bool, loaded: bool, tmp_path: Path) -> None:
+    assert run_ranks(_save_and_load, 2, str(tmp_path), saved, loaded) == [True, True]
