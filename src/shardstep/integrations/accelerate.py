@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,8 +23,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     """Prepare objects as `accelerator.prepare` does, and return them in the same order.
 
     Called on every rank. A module that a sharded optimizer has as `module=` gets no DDP wrapper.
-    `accelerator.accumulate`, `no_sync`, `clip_grad_norm_` and `save_state` then work through the
-    optimizer.
+    `accelerator.accumulate`, `no_sync` and `save_state` then work through the optimizer.
 
     Args:
         accelerator: the accelerator; not one for DeepSpeed, FSDP, Megatron or XLA.
@@ -107,29 +105,4 @@ def _prepare_optimizer(
 
     accelerator.register_save_state_pre_hook(consolidate)
     wrapped.state_dict = state_dict
-    if optimizer.mode.module is not None:
-        _clip_through(accelerator, optimizer)
     return wrapped
-
-
-def _clip_through(accelerator: Accelerator, optimizer: ZeroRedundancyOptimizer) -> None:
-    """Let the accelerator clip the sharded gradients of `optimizer` through it."""
-    own = accelerator.clip_grad_norm_
-
-    def clip(parameters: Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        asked = {id(param) for param in given if param.requires_grad}
-        held = [param for group in optimizer.param_groups for param in group["params"]]
-        trained = {id(param) for param in held if param.requires_grad}
-        if not asked & trained:
-            return own(given, *args, **kwargs)
-        if asked != trained:
-            raise ValueError(
-                f"rank {optimizer.rank}: with module=, gradients are clipped for all "
-                f"{len(trained)} trainable parameters of the optimizer together, but {len(asked)} "
-                "were given; pass model.parameters()"
-            )
-        accelerator.unscale_gradients()
-        return optimizer.clip_grad_norm_(*args, **kwargs)
-
-    accelerator.clip_grad_norm_ = clip

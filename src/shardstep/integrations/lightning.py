@@ -35,7 +35,6 @@ class ShardstepStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             require_module(optimizer, type(self).__name__)
-        self.precision_plugin.clip_grad_by_norm = _clip_by_norm  # type: ignore[method-assign]
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,10 +52,6 @@ class ShardstepStrategy(DDPStrategy):
             for optimizer in self.optimizers:
                 stack.enter_context(require_module(optimizer, type(self).__name__).no_sync())
             yield
-
-
-def _clip_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-    require_module(optimizer, "this strategy").clip_grad_norm_(clip_val)
 
 
 class ShardstepFabricStrategy(FabricDDPStrategy):
@@ -85,19 +80,6 @@ class ShardstepFabricStrategy(FabricDDPStrategy):
                 "up; pass a ZeroRedundancyOptimizer with module= to fabric.setup_optimizers"
             )
         super().backward(tensor, *args, **kwargs)
-
-    @override
-    def clip_gradients_norm(
-        self,
-        module: torch.nn.Module,
-        optimizer: Optimizer,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> torch.Tensor:
-        self.precision.unscale_gradients(optimizer)
-        found = require_module(optimizer, type(self).__name__)
-        return found.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
 
 class _SyncControl(_BackwardSyncControl):
