@@ -23,8 +23,9 @@ from demo.gpt import GPTConfig
 from demo.picture import draw
 from demo.record import EQUAL, DemoConfig, DemoRecord, RankRecord, Spread
 from demo.run import MODULE, RUNS, UNSHARDED, WARMUP_STEPS, RoundDone, run_demo
+from shardstep.cli.flags import App
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = App(add_completion=False, pretty_exceptions_show_locals=False)
 
 
 class Device(StrEnum):
