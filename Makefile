@@ -61,11 +61,13 @@ dist: $(READY)  ## build the sdist and the wheel in dist/, and train with the wh
 	rm -rf dist
 	$(BIN)/python -m hatchling build
 	set -e; folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; cp examples/train.py $$folder; \
+	$(BIN)/python tests/support/pages.py README.md $$folder; \
 	$(PYTHON) -m venv $$folder/venv; \
 	$$folder/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		"$$(ls $(CURDIR)/dist/*.whl)[cli]"; \
 	cd $$folder; export PATH=$$folder/venv/bin:$$PATH; unset PYTHONPATH; \
 	torchrun --standalone --nproc-per-node=2 train.py; \
+	torchrun --standalone --nproc-per-node=2 quickstart.py; \
 	shardstep --version; shardstep plan --model gpt2-124m --ranks 2; shardstep demo --help > demo.txt
 
 clean:  ## remove what the other verbs made

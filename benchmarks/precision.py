@@ -170,10 +170,13 @@ def draw(result: dict[str, Any], path: Path) -> bool:
         zip(result["ways"], ["black", "#b9bec6", "#2f6fb2", "#3f9f6f", "#c2503f"], strict=True)
     )
     window = 20
+    # Equal curves lie on each other: the first one is wide, and the others are broken differently.
+    styles = iter([("-", 4.0), ("-", 2.5), ("--", 1.8), (":", 1.8), ("-.", 1.8)])
     for name, way in result["ways"].items():
         losses = way["losses"]
         smooth = [mean(losses[max(0, i - window) : i + 1]) for i in range(len(losses))]
-        left.plot(smooth, label=name, color=colors[name], linewidth=1.4)
+        style, width = next(styles)
+        left.plot(smooth, style, label=name, color=colors[name], linewidth=width)
     left.set_xlabel("step")
     left.set_ylabel(f"training loss, mean of {window} steps, seed 0")
     left.set_ylim(top=4.5)
