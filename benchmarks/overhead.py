@@ -37,10 +37,10 @@ class _Instant(SoloComm):
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload, payload]
 
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int], *operation: Any) -> Work:
         if buffer.dtype == torch.uint8:  # a note of the rank's position, equal on all ranks
             buffer[cuts[1] :] = buffer[: cuts[1]]
-        return super().all_gather(buffer, cuts)
+        return super().all_gather(buffer, cuts, *operation)
 
     def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
         return super().reduce_scatter(buffer[: out.numel()], cuts, out)

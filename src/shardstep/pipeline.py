@@ -62,22 +62,45 @@ class Pipeline:
         gradients: where the pieces' gradients come from.
         local: the unmodified optimizer class on the pieces.
         gather: sends updated parameters to all ranks.
+        after_send: sends what else the mode sends with each step.
     """
 
     params: ShardedParams
     gradients: GradientSource
     local: LocalOptimizer
     gather: ParamGather
+    after_send: Callable[[], None]
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> float | None:
         """Take one step. Called on every rank."""
-        with self.stepping():
-            once = self._evaluate_once(closure) if closure is not None else None
-            loss: float | None = self.update(
-                self.gradients, lambda: self.local.step(once, **kwargs)
-            )
-        self.send()
+        once = _OneEvaluation(self, closure) if closure is not None else None
+        failed = False
+
+        def act() -> float | None:
+            nonlocal failed
+            try:
+                loss: float | None = self.local.step(once, **kwargs)
+            except Exception:
+                # The other ranks wait for this one's pieces; if a closure raised, not yet.
+                failed = once is None or not once.running
+                raise
+            return loss
+
+        try:
+            with self.stepping():
+                loss = self.update(self.gradients, act)
+        except Exception as error:
+            if failed:
+                self._finish(error)
+            raise
+        self._finish(None)
         return loss
+
+    def _finish(self, error: Exception | None) -> None:
+        """Send the parameters, as they are, and the error of this rank's step."""
+        self.gather.share_error(error)
+        self.send()
+        self.after_send()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -122,29 +145,40 @@ class Pipeline:
         self.params.mark_changed(among)
         self.gather.launch(buckets)
 
-    def _evaluate_once(self, closure: Closure) -> Closure:
-        """Return a closure that finishes the gradients after each evaluation."""
-        evaluations = 0
-
-        def evaluate() -> float:
-            nonlocal evaluations
-            evaluations += 1
-            if evaluations > 1 and self.params.plan.world_size > 1:
-                # Between two evaluations, each rank has moved only its own pieces.
-                raise RuntimeError(
-                    f"{optimizer_name(self.local.optim)} evaluates its closure more than once in a "
-                    "step, which a sharded optimizer cannot do; use it unsharded"
-                )
-            if evaluations > 1:
-                self.params.write_back(self.local.let_go)  # the model reads the parameters
-            loss = closure()
-            self.gradients.collect()
-            return loss
-
-        return evaluate
-
     def detach(self, params: Iterable[int]) -> None:
         """Remove all hooks, and give these parameters storage of their own."""
         self.gather.detach()
         self.gradients.detach()
         self.params.storage.detach(params)
+
+
+class _OneEvaluation:
+    """A closure that finishes the gradients after its evaluation.
+
+    Attributes:
+        running: True while it is evaluated, and after it has raised.
+    """
+
+    def __init__(self, pipeline: Pipeline, closure: Closure) -> None:
+        self._pipeline = pipeline
+        self._closure = closure
+        self._evaluations = 0
+        self.running = False
+
+    def __call__(self) -> float:
+        """Evaluate the closure."""
+        pipeline = self._pipeline
+        self._evaluations += 1
+        if self._evaluations > 1 and pipeline.params.plan.world_size > 1:
+            # Between two evaluations, each rank has moved only its own pieces.
+            raise RuntimeError(
+                f"{optimizer_name(pipeline.local.optim)} evaluates its closure more than once in a "
+                "step, which a sharded optimizer cannot do; use it unsharded"
+            )
+        if self._evaluations > 1:
+            pipeline.params.write_back(pipeline.local.let_go)  # the model reads the parameters
+        self.running = True
+        loss = self._closure()
+        pipeline.gradients.collect()
+        self.running = False
+        return loss

@@ -22,7 +22,7 @@ from segments import CUTS, cuts_of, make_buffer, random_bits
 from torch import Tensor, nn
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.comm import GroupComm, SoloComm, all_gather_json, connect, group
+from shardstep.comm import GroupComm, Operation, SoloComm, all_gather_json, connect, group
 from shardstep.comm.broadcast import PACK_NBYTES, broadcast
 
 
@@ -84,7 +84,7 @@ def broadcast_many(source: int) -> None:
 
     comm = connect(None)
     found, expected = tensors(comm.group_rank), tensors(source)
-    broadcast(comm, iter(found), source)
+    broadcast(comm, iter(found), source, Operation.START)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
         assert one.stride() == other.stride()

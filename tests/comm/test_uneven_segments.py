@@ -20,6 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step_interleaved
+from shardstep.comm.gloo import ERROR_NBYTES
+from shardstep.modes.lockstep import Lockstep
 
 
 class Lookup(nn.Module):
@@ -59,7 +61,9 @@ def say_what_is_sent() -> tuple[int, int]:
     with mock.patch.object(dist, "isend", watched):
         model(torch.arange(64)).sum().backward()
         opt.step()
-    flags = len(list(model.parameters())) * (dist.get_world_size() - 1)
+    # Which parameters had a gradient, the rank's position, and whether the step succeeded.
+    note = len(list(model.parameters())) + Lockstep.nbytes + ERROR_NBYTES
+    flags = note * (dist.get_world_size() - 1)
     report = opt.report()
     return sum(sent) - flags, report.reduce_nbytes + report.gather_nbytes
 

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import nn
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.comm import all_gather_json, connect
+from shardstep.comm import Operation, all_gather_json, connect
 from shardstep.comm.broadcast import broadcast
 
 pytestmark = [
@@ -48,7 +48,7 @@ def move_segments() -> None:
                 comm.reduce_scatter(numbers * (rank + 1), cuts, out).wait()
                 assert torch.equal(out, numbers[own].to(dtype) * (size * (size + 1) // 2)), lengths
         tensors = [torch.full((3,), float(rank), device="cuda"), torch.ones(2) * rank]
-        broadcast(comm, tensors, source=1)
+        broadcast(comm, tensors, 1, Operation.START)
         assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [1.0]]
         assert all_gather_json(comm, "x" * 1000 * rank) == ["x" * 1000 * r for r in range(size)]
 

@@ -139,9 +139,9 @@ def _messages(mode: str) -> tuple[dict[str, int], int]:
 def test_notes_add_no_message_to_a_round_and_one_to_a_step_without_rounds() -> None:
     calls, buckets = run_ranks(_messages, 2, "module")[0]
     # Which parameters were used is one message. It was there before, and carries the note.
-    assert calls == {"reduce_scatter": buckets, "all_gather": buckets + 1}
+    assert calls == {"reduce_scatter": buckets, "all_gather": buckets + 1, "share_error": 1}
     calls, buckets = run_ranks(_messages, 2, "drop-in")[0]
-    assert calls == {"all_gather": buckets + 1}
+    assert calls == {"all_gather": buckets + 1, "share_error": 1}
 
 
 def test_an_accelerator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

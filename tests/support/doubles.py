@@ -62,9 +62,9 @@ class LateArrival(Wrapped):
     Inputs are read at the call: writing to them in flight has no effect.
     """
 
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int], *operation: Any) -> Work:
         hidden = buffer.clone()
-        pending = self._inner.all_gather(hidden, cuts)
+        pending = self._inner.all_gather(hidden, cuts, *operation)
         spoil(buffer)
         return _Late(pending, hidden, buffer)
 
@@ -106,8 +106,8 @@ class AnyOrder(Wrapped):
     def new_connection(self) -> Comm:
         return AnyOrder(self._inner._inner.new_connection())
 
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
-        return self._fly(self._inner.all_gather(buffer, cuts))
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int], *operation: Any) -> Work:
+        return self._fly(self._inner.all_gather(buffer, cuts, *operation))
 
     def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
         return self._fly(self._inner.reduce_scatter(buffer, cuts, out))
@@ -147,11 +147,11 @@ class Counting(Wrapped):
     def unawaited(self) -> list[int]:
         return sorted(set(range(len(self.launched))) - set(self.waited))
 
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
+    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int], *operation: Any) -> Work:
         number = len(self.launched)
         self.launched.append(tuple(cuts))
         self.most_in_flight = max(self.most_in_flight, len(self.unawaited))
-        return _Counted(self, number, self._inner.all_gather(buffer, cuts))
+        return _Counted(self, number, self._inner.all_gather(buffer, cuts, *operation))
 
 
 class _Counted:

@@ -31,8 +31,8 @@ class Noted:
 class Late(LateArrival):
     """Results are NaN until they are waited for; waits for gathers are counted."""
 
-    def all_gather(self, buffer: Tensor, cuts: Sequence[int]) -> Any:
-        return Noted(super().all_gather(buffer, cuts))
+    def all_gather(self, buffer: Tensor, cuts: Sequence[int], *operation: Any) -> Any:
+        return Noted(super().all_gather(buffer, cuts, *operation))
 
 
 def in_flight(

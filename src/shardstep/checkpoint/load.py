@@ -33,7 +33,7 @@ from shardstep.checkpoint.format import (
 from shardstep.checkpoint.inputs import check_model, comm_of, unwrapped_optimizer
 from shardstep.checkpoint.match import Match
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.comm import Comm
+from shardstep.comm import Comm, Operation
 from shardstep.comm.broadcast import broadcast
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import CLASS_KEY, MultiClass
@@ -335,7 +335,7 @@ class _Loading:
             for rank in range(match.comm.world_size):
                 owned = [name for name in match.weights if match.owners[name] == rank]
                 share = [_physical(match.targets[name]) for name in owned]
-                broadcast(match.comm, share, rank)
+                broadcast(match.comm, share, rank, Operation.LOAD)
 
 
 def _restore(optimizer: Optimizer, attributes: dict[str, Any], groups: list[Any]) -> None:

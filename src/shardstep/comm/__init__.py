@@ -5,12 +5,13 @@ A `Comm` moves raw bytes, so every dtype travels the same way, and counts what t
 
 from shardstep.comm.api import Comm, Ledger, SoloComm, all_gather_json
 from shardstep.comm.group import GroupComm, connect, refuse_stray_rank
-from shardstep.comm.works import Work
+from shardstep.comm.works import Operation, Work
 
 __all__ = [
     "Comm",
     "GroupComm",
     "Ledger",
+    "Operation",
     "SoloComm",
     "Work",
     "all_gather_json",

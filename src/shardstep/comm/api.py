@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from shardstep.comm.works import Launched, Work
+from shardstep.comm.works import Launched, Operation, Work
 
 
 @dataclass(slots=True)
@@ -41,11 +41,13 @@ class Comm(Protocol):
     world_size: int
     ledger: Ledger
 
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
+    def all_gather(
+        self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation = Operation.GATHER
+    ) -> Work:
         """Fill flat `buffer` with the segments of all other ranks.
 
         Called on every rank, each with its own segment in place. `cuts` are the `world_size + 1`
-        bounds of the segments.
+        bounds of the segments. `operation` is named in errors.
         """
 
     def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
@@ -57,6 +59,13 @@ class Comm(Protocol):
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Return the payload of every rank, of any length, in rank order. Called on every rank."""
+
+    def share_error(self, error: str | None) -> Work:
+        """Tell all ranks whether this one has failed. Called on every rank.
+
+        Waiting raises a `RuntimeError` on the other ranks if one has. Where reading the answer
+        would hold up the accelerator, as over NCCL alone, nothing is told.
+        """
 
     def send(self, data: torch.Tensor, target: int) -> None:
         """Send flat bytes to group rank `target`, which calls `receive`."""
@@ -86,7 +95,9 @@ class SoloComm(Comm):
         self.ledger = Ledger()
 
     @override
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
+    def all_gather(
+        self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation = Operation.GATHER
+    ) -> Work:
         self.ledger.note("all_gather", 0)
         return NOTHING_TO_DO
 
@@ -101,6 +112,10 @@ class SoloComm(Comm):
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         self.ledger.note("all_gather_bytes", 0)
         return [payload]
+
+    @override
+    def share_error(self, error: str | None) -> Work:
+        return NOTHING_TO_DO
 
     @override
     def send(self, data: torch.Tensor, target: int) -> None:

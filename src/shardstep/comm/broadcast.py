@@ -7,12 +7,15 @@ from collections.abc import Iterable
 import torch
 
 from shardstep.comm.api import Comm
+from shardstep.comm.works import Operation
 
 PACK_NBYTES = 4 * 2**20
 """Tensors travel together up to this size: a model may have hundreds of small buffers."""
 
 
-def broadcast(comm: Comm, tensors: Iterable[torch.Tensor], source: int) -> None:
+def broadcast(
+    comm: Comm, tensors: Iterable[torch.Tensor], source: int, operation: Operation
+) -> None:
     """Copy the values that group rank `source` has to every rank.
 
     Called on every rank, with tensors of the same shapes and dtypes in the same order.
@@ -23,7 +26,7 @@ def broadcast(comm: Comm, tensors: Iterable[torch.Tensor], source: int) -> None:
         in_place = len(pack) == 1 and pack[0].is_contiguous()  # parameters may be large
         wire = pack[0].view(-1) if in_place else torch.cat([tensor.reshape(-1) for tensor in pack])
         cuts = [0] * (source + 1) + [wire.numel()] * (comm.world_size - source)
-        comm.all_gather(wire, cuts).wait()
+        comm.all_gather(wire, cuts, operation).wait()
         if not in_place and comm.group_rank != source:
             parts = wire.split([tensor.numel() for tensor in pack])  # type: ignore[no-untyped-call]
             for tensor, part in zip(pack, parts, strict=True):

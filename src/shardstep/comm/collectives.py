@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardstep.comm.works import Finish
+from shardstep.comm.works import Finish, Operation
 
 # torch 2.13 renames these and warns about the old names, the only ones that 2.11 has.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,7 +29,9 @@ class Collectives:
         self._group = group
         self._rank = dist.get_rank(group)
 
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> list[Any]:
+    def all_gather(
+        self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation
+    ) -> list[Any]:
         """Gather all segments into `buffer`. Called on every rank."""
         group = self._group
         data = buffer.view(torch.uint8)

@@ -13,17 +13,25 @@ makes two groups: one for messages to higher ranks, one for messages to lower ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardstep.comm.works import Finish
+from shardstep.comm.works import Finish, Operation
 
 TAGS = range(1 << 30, 1 << 31)
 """Tags of these messages. The user may have messages in the same group, with small tags."""
+
+NUM_TAGS = len(TAGS) // len(Operation)
+"""Tags of each operation. A message that is longer than its receiver expects aborts the process in
+Gloo, so a rank that calls another operation than its peers must not meet them."""
+
+ERROR_NBYTES = 200
+"""Room for a rank's error."""
 
 
 class Exchange:
@@ -36,10 +44,33 @@ class Exchange:
         self._size = dist.get_world_size(upwards)
         self._launched = 0
 
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> list[Any]:
+    def all_gather(
+        self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation
+    ) -> list[Any]:
         """Send this rank's segment to every rank, and receive theirs. Called on every rank."""
         segments = [buffer[start:stop] for start, stop in pairwise(cuts)]
-        return self._launch([segments[self._rank]] * self._size, segments)
+        return self._launch([segments[self._rank]] * self._size, segments, operation)
+
+    def share_error(self, error: str | None) -> tuple[list[Any], Finish]:
+        """Send this rank's error, or None, to every rank. Called on every rank."""
+        everyone = torch.zeros(self._size, ERROR_NBYTES, dtype=torch.uint8, device="cpu")
+        if error is not None:
+            text = (error or "an error").encode()[:ERROR_NBYTES]
+            everyone[self._rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        cuts = range(0, everyone.numel() + 1, ERROR_NBYTES)
+        works = self.all_gather(everyone.view(-1), cuts, Operation.ERRORS)
+
+        def check() -> None:
+            if error is not None or not everyone.any():
+                return  # this rank has raised already
+            failed = int(everyone.any(dim=1).nonzero()[0])
+            text = bytes(everyone[failed].tolist()).rstrip(b"\0").decode(errors="replace")
+            raise RuntimeError(
+                f"rank {self._rank}: the optimizer's step failed on rank {failed}, so it fails on "
+                f"every rank: {text}"
+            )
+
+        return works, check
 
     def reduce_scatter(
         self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
@@ -48,33 +79,62 @@ class Exchange:
         segments = [buffer[start:stop] for start, stop in pairwise(cuts)]
         own = segments[self._rank]
         parts = [own if rank == self._rank else torch.empty_like(own) for rank in range(self._size)]
-        return self._launch(segments, parts), lambda: _add_up(parts, out)
+        works = self._launch(segments, parts, Operation.REDUCE)
+        return works, lambda: _add_up(parts, out)
 
     def _launch(
-        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+        self,
+        outgoing: Sequence[torch.Tensor],
+        incoming: Sequence[torch.Tensor],
+        operation: Operation,
     ) -> list[Any]:
         """Send `outgoing[r]` to rank r and receive `incoming[r]` from it, all in flight at once.
 
         See Note [A connection for each direction].
         """
         rank, size = self._rank, self._size
-        tag = TAGS[self._launched % len(TAGS)]
+        tag = _FIRST_TAG[operation] + self._launched % NUM_TAGS
         self._launched += 1
         # Each rank starts with another peer, so that no rank is the first of all others.
         sources = [(rank - distance) % size for distance in range(1, size)]
         targets = [(rank + distance) % size for distance in range(1, size)]
-        works: list[Any] = []
+        messages: list[_Message] = []
         for peer in sources:
             if incoming[peer].numel():
                 data = incoming[peer].view(torch.uint8)
                 group = self._upwards if peer < rank else self._downwards
-                works.append(dist.irecv(data, group=group, group_src=peer, tag=tag))
+                launch = partial(dist.irecv, data, group=group, group_src=peer, tag=tag)
+                messages.append(_Message(launch, f"from rank {peer}"))
         for peer in targets:
             if outgoing[peer].numel():
                 data = outgoing[peer].view(torch.uint8)
                 group = self._upwards if rank < peer else self._downwards
-                works.append(dist.isend(data, group=group, group_dst=peer, tag=tag))
-        return works
+                launch = partial(dist.isend, data, group=group, group_dst=peer, tag=tag)
+                messages.append(_Message(launch, f"to rank {peer}"))
+        return messages
+
+
+class _Message:
+    """A message in flight, with errors that name the peer."""
+
+    def __init__(self, launch: Callable[[], Any], peer: str) -> None:
+        self._peer = peer
+        self._work = self._named(launch)
+
+    def wait(self) -> None:
+        """Wait for it."""
+        self._named(self._work.wait)
+
+    def _named(self, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._peer}: {error}") from error
+
+
+_FIRST_TAG = {
+    operation: TAGS.start + number * NUM_TAGS for number, operation in enumerate(Operation)
+}
 
 
 def _add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:

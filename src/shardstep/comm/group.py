@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from shardstep.comm.api import Comm, Ledger, SoloComm, all_gather_json
+from shardstep.comm.api import NOTHING_TO_DO, Comm, Ledger, SoloComm, all_gather_json
 from shardstep.comm.collectives import Collectives, backend_name, backend_of
-from shardstep.comm.gloo import TAGS, Exchange
-from shardstep.comm.works import Launched, Work, naming
+from shardstep.comm.gloo import ERROR_NBYTES, TAGS, Exchange
+from shardstep.comm.works import Launched, Operation, Work, naming
 
 DIRECT = TAGS.start - 1
 """The tag of `send` and `receive`: neither a user's tag nor an exchange's."""
@@ -57,7 +57,9 @@ class GroupComm(Comm):
         self._collectives = Collectives(group)
 
     @override
-    def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int]) -> Work:
+    def all_gather(
+        self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation = Operation.GATHER
+    ) -> Work:
         own = slice(cuts[self.group_rank], cuts[self.group_rank + 1])
         self.ledger.note("all_gather", buffer[own].nbytes * (self.world_size - 1))
         device = self._wire_device(buffer.device)
@@ -65,9 +67,9 @@ class GroupComm(Comm):
         if device != buffer.device:
             wire = torch.empty_like(buffer, device=device)
             wire[own].copy_(buffer[own])
-        name = f"rank {self.group_rank}: gathering parameters"
+        name = f"rank {self.group_rank}: {operation.value}"
         with naming(name):
-            works = self._transport(device).all_gather(wire, cuts)
+            works = self._transport(device).all_gather(wire, cuts, operation)
         return Launched(name, works, [] if wire is buffer else [lambda: buffer.copy_(wire)])
 
     @override
@@ -76,7 +78,7 @@ class GroupComm(Comm):
         device = self._wire_device(buffer.device)
         staged = device != buffer.device
         total = torch.empty_like(out, device=device) if staged else out
-        name = f"rank {self.group_rank}: reducing gradients"
+        name = f"rank {self.group_rank}: {Operation.REDUCE.value}"
         with naming(name):
             works, finish = self._transport(device).reduce_scatter(buffer.to(device), cuts, total)
         rest = [finish] if finish else []
@@ -97,6 +99,16 @@ class GroupComm(Comm):
             dist.all_gather(padded, own, group=self._group)
         self.ledger.note("all_gather_bytes", (own.numel() + 8) * (self.world_size - 1))
         return [_to_bytes(data[:count]) for data, count in zip(padded, counts, strict=True)]
+
+    @override
+    def share_error(self, error: str | None) -> Work:
+        if not self._exchanges(self._meeting_device()):
+            return NOTHING_TO_DO
+        self.ledger.note("share_error", ERROR_NBYTES * (self.world_size - 1))
+        name = f"rank {self.group_rank}: {Operation.ERRORS.value}"
+        with naming(name):
+            works, check = self._exchange.share_error(error)
+        return Launched(name, works, [check])
 
     @override
     def send(self, data: torch.Tensor, target: int) -> None:

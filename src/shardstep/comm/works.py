@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any, Protocol
 
 from typing_extensions import override
@@ -17,6 +18,26 @@ class Work(Protocol):
 
         A second call returns at once.
         """
+
+
+class Operation(Enum):
+    """The purposes of collectives. An error names them, and messages of each have their own tags.
+
+    A rank that calls another one than its peers waits until the timeout; its message is not taken
+    for theirs.
+    """
+
+    GATHER = "gathering parameters"
+    REDUCE = "reducing gradients"
+    USED = "telling which parameters have gradients"
+    CLIP = "computing the norm of the gradients"
+    UNSCALE = "looking for infinite gradients"
+    BUFFERS = "copying buffers"
+    START = "copying initial values"
+    FULL = "gathering a whole gradient"
+    LOAD = "copying loaded values"
+    VERIFY = "comparing parameters"
+    ERRORS = "telling whether the step succeeded"
 
 
 Finish = Callable[[], object]

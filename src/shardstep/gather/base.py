@@ -21,11 +21,25 @@ class ParamGather(Protocol):
     def launch(self, buckets: Collection[int] | None = None) -> None:
         """Launch the all-gathers of these buckets, or of all."""
 
+    def share_error(self, error: Exception | None) -> None:
+        """Tell all ranks the error of this rank's step, or None; the others raise when they wait.
+
+        Called before the last launch of a step.
+        """
+
+    def wait_for_errors(self) -> None:
+        """Raise if the last step failed on another rank."""
+
     def wait(self) -> None:
         """Wait for every gather in flight."""
 
     def detach(self) -> None:
         """Wait for every gather in flight, and remove all hooks."""
+
+
+def describe(error: Exception | None) -> str | None:
+    """Return an error as other ranks are told of it."""
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 class ImmediateGather(ParamGather):
@@ -38,6 +52,17 @@ class ImmediateGather(ParamGather):
         self._comm = comm
         self._plan = plan
         self._storage = storage
+        self._errors: Work | None = None
+
+    @override
+    def share_error(self, error: Exception | None) -> None:
+        self._errors = self._comm.share_error(describe(error))
+
+    @override
+    def wait_for_errors(self) -> None:
+        errors, self._errors = self._errors, None
+        if errors is not None:
+            errors.wait()
 
     @override
     def launch(self, buckets: Collection[int] | None = None) -> None:
@@ -61,6 +86,7 @@ class ImmediateGather(ParamGather):
                 in_flight.append((bucket, buffer, self._comm.all_gather(buffer, bucket.cuts)))
         while in_flight:
             wait_for_oldest()
+        self.wait_for_errors()
 
     @override
     def wait(self) -> None:

@@ -46,6 +46,7 @@ class Flights:
         self._params = [[weakref.ref(param) for param in params] for params in buckets]
         self._works: dict[int, Work] = {}
         self._lock = threading.RLock()
+        self._errors: Work | None = None
         self._after_last: Callable[[], None] | None = None
 
     def __bool__(self) -> bool:
@@ -57,6 +58,16 @@ class Flights:
         for param in self._alive(bucket) if mark else ():
             param.__class__ = _in_flight_class(type(param))
             param._shardstep_flight = (self, bucket)  # type: ignore[attr-defined]
+
+    def share_error(self, errors: Work) -> None:
+        """Wait for `errors` before the next forward pass, or with the first bucket."""
+        self._errors = errors
+
+    def wait_for_errors(self) -> None:
+        """Raise if the last step failed on another rank."""
+        errors, self._errors = self._errors, None
+        if errors is not None:
+            errors.wait()
 
     def wait(self) -> None:
         """Wait for all buckets."""
@@ -80,6 +91,7 @@ class Flights:
             del self._works[bucket]
             if not self._works and self._after_last is not None:
                 self._after_last()
+            self.wait_for_errors()
 
     def after_last(self, act: Callable[[], None]) -> None:
         """Call `act` once nothing is in flight any more."""

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from shardstep.comm import Comm
 from shardstep.comm.spans import span
-from shardstep.gather.base import ParamGather
+from shardstep.gather.base import ParamGather, describe
 from shardstep.gather.in_flight import FailedGather, Flights, on_launching_stream
 from shardstep.params.module_hook import UncopiedHook, remove_hooks, when_freed
 from shardstep.params.sharded_params import ShardedParams
@@ -48,14 +48,26 @@ class OverlappedGather(ParamGather):
 
     def _hook_forward(self, module: torch.nn.Module) -> None:
         bucket_of = {param: number for number, held in enumerate(self._params) for param in held}
-        wait_before_eval = UncopiedHook(_make_eval_hook(self._flights))
-        self._handles.append(module.register_forward_pre_hook(wait_before_eval))
+        at_root = UncopiedHook(_make_root_hook(self._flights))
+        self._handles.append(module.register_forward_pre_hook(at_root))
         for part in module.modules():
             params = part.parameters(recurse=False)
             own = {bucket_of[param] for param in params if param in bucket_of}
             if own:
                 hook = UncopiedHook(_make_wait_hook(self._flights, weakref.ref(self), sorted(own)))
                 self._handles.append(part.register_forward_pre_hook(hook))
+
+    @override
+    def share_error(self, error: Exception | None) -> None:
+        try:
+            work = self._comm.share_error(describe(error))
+        except RuntimeError as raised:
+            work = FailedGather(raised)
+        self._flights.share_error(work)
+
+    @override
+    def wait_for_errors(self) -> None:
+        self._flights.wait_for_errors()
 
     @override
     def launch(self, buckets: Collection[int] | None = None) -> None:
@@ -108,14 +120,15 @@ def _make_wait_hook(
     return wait_for_own
 
 
-def _make_eval_hook(flights: Flights) -> Callable[..., None]:
-    def wait_before_eval(module: torch.nn.Module, args: Any) -> None:
+def _make_root_hook(flights: Flights) -> Callable[..., None]:
+    def wait_at_root(module: torch.nn.Module, args: Any) -> None:
+        flights.wait_for_errors()
         # Torch skips fused inference kernels for tensor subclasses, and the fallback rounds
         # differently.
         if not module.training:
             flights.wait()
 
-    return wait_before_eval
+    return wait_at_root
 
 
 def _remove_after_last(flights: Flights, handles: Sequence[RemovableHandle]) -> None:

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
-from shardstep.comm import Comm
+from shardstep.comm import Comm, Operation
 from shardstep.params.dtensor import full_value
 
 
-def gather_scalar(comm: Comm, own: torch.Tensor) -> torch.Tensor:
+def gather_scalar(comm: Comm, own: torch.Tensor, operation: Operation) -> torch.Tensor:
     """Return every rank's number, in rank order. Called on every rank."""
     everyone = torch.zeros(comm.world_size, dtype=own.dtype, device=own.device)
     everyone[comm.group_rank] = own
-    comm.all_gather(everyone, range(comm.world_size + 1)).wait()
+    comm.all_gather(everyone, range(comm.world_size + 1), operation).wait()
     return everyone
 
 
@@ -40,7 +40,7 @@ def clip_norm(
     if with_grad:
         grads = [tensor.grad for tensor in with_grad]
         own = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)  # type: ignore[arg-type]
-    everyone = gather_scalar(comm, own.to(device=device, dtype=dtype))
+    everyone = gather_scalar(comm, own.to(device=device, dtype=dtype), Operation.CLIP)
     norm: torch.Tensor = torch.linalg.vector_norm(everyone, norm_type)
     refuse_nonfinite(norm, norm_type, error_if_nonfinite)
     torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm, foreach)
@@ -88,4 +88,4 @@ def unscale(
     """
     if grads:
         torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
-    found_inf.copy_(gather_scalar(comm, found_inf.reshape(())).max())
+    found_inf.copy_(gather_scalar(comm, found_inf.reshape(()), Operation.UNSCALE).max())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardstep.comm import Comm, Work
+from shardstep.comm import Comm, Operation, Work
 from shardstep.comm.spans import span
 from shardstep.gradients.feeders import Feeder
 from shardstep.gradients.used import UsedParams
@@ -181,7 +181,7 @@ class Lanes:
         own = whole[cuts[self._comm.group_rank] : cuts[self._comm.group_rank + 1]]
         if own.numel():
             own.copy_(self.grads[param].detach().as_strided((own.numel(),), (1,)))
-        self._comm.all_gather(whole, cuts).wait()
+        self._comm.all_gather(whole, cuts, Operation.FULL).wait()
         return whole.as_strided(spec.shape, spec.stride)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from shardstep.comm import Comm
+from shardstep.comm import Comm, Operation
 from shardstep.gradients.base import GradientSource
 from shardstep.gradients.feeders import Announce, Feeder
 from shardstep.gradients.lanes import Lanes
@@ -74,7 +74,7 @@ class ShardNorms(GradientSource):
                 own[number] = torch.linalg.vector_norm(grad, norm_type).to(device)
         rows[self._comm.group_rank, [number for number, _ in held]] = own
         cuts = range(0, rows.numel() + 1, size)
-        self._comm.all_gather(rows.view(-1), cuts).wait()
+        self._comm.all_gather(rows.view(-1), cuts, Operation.CLIP).wait()
         self._norms[norm_type] = rows
 
     @override

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from shardstep.comm import Comm, Work
+from shardstep.comm import Comm, Operation, Work
 
 
 class OutOfStepError(RuntimeError):
@@ -55,7 +55,7 @@ def exchange_rows(comm: Comm, own: bytes, device: torch.device) -> tuple[Work, t
     rows = torch.zeros(comm.world_size, len(own), dtype=torch.uint8, device=device)
     rows[comm.group_rank].copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
     cuts = range(0, rows.numel() + 1, len(own))
-    return comm.all_gather(rows.view(-1), cuts), rows
+    return comm.all_gather(rows.view(-1), cuts, Operation.USED), rows
 
 
 class UsedParams:

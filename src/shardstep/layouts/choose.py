@@ -21,6 +21,7 @@ from shardstep.layouts.known_classes import (
 )
 from shardstep.layouts.probe import Kind, Verdict, probe
 from shardstep.layouts.recipe import OptimizerRecipe
+from shardstep.layouts.trial import Cause
 from shardstep.local.multi_class import (
     CLASS_KEY,
     check_class_of_group,
@@ -89,6 +90,16 @@ class Layouts:
         """Return the groups that need a placeholder on ranks where they are empty."""
         verdicts = [choice.verdict for choice in self.choices]
         return [n for n, verdict in enumerate(verdicts) if verdict and verdict.fill_empty_groups]
+
+    def refuse_sparse(self) -> None:
+        """Raise if a class takes sparse gradients only."""
+        for recipe, choice in zip(self._recipes, self.choices, strict=True):
+            different = choice.verdict.difference if choice.verdict else None
+            if different is not None and different.cause is Cause.SPARSE:
+                raise ValueError(
+                    f"{recipe.name} takes sparse gradients, and module= reduces dense ones; use a "
+                    "class for dense gradients, or leave out module= and synchronise gradients"
+                )
 
     def truncate(self, num_groups: int) -> None:
         """Drop all groups but the first `num_groups`."""

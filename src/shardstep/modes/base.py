@@ -154,7 +154,7 @@ class Mode(ShardView):
             self._warn = not warn_of_16_bits(params.plan.specs, optimizer_name(local.optim))
         params.attach()
         gather = self.make_gather(params)
-        return Pipeline(params, self.make_gradients(params), local, gather)
+        return Pipeline(params, self.make_gradients(params), local, gather, self.after_step)
 
     def follow(self, stepping: bool = False) -> None:
         """Adapt to what was done to the parameters since the last step. Called on every rank.
@@ -295,9 +295,7 @@ class Mode(ShardView):
                 self.before_step()
             self.meet()
             self.follow(stepping=True)
-            loss = self.pipeline.step(closure, **kwargs)
-            self.after_step()
-        return loss
+            return self.pipeline.step(closure, **kwargs)
 
     def meet(self) -> None:
         """Check that all ranks are at the same step with the same options. Called on every rank."""
@@ -314,7 +312,7 @@ class Mode(ShardView):
         """Let joined ranks take part in the step. Called on every rank that has data."""
 
     def after_step(self) -> None:
-        """Finish what belongs to the step in this mode. Called on every rank."""
+        """Send what else belongs to the step in this mode. Called on every rank."""
 
     def shadow(self, step: Callable[[], object], zero_grad: Callable[[bool], object]) -> None:
         """Do what the ranks that have data are doing. Called on every joined rank."""

@@ -214,6 +214,7 @@ class _Tie(Generic[T]):
     def __init__(self, ddp: DistributedDataParallel, stepper: T) -> None:
         within = getattr(ddp, "_orig_mod", ddp)  # a compiled module may go earlier
         within.shardstep_stepper = _Kept(stepper)
+        within.register_forward_pre_hook(UncopiedHook(stepper.before_forward))
         self._ddp: weakref.ref[DistributedDataParallel] = weakref.ref(within)
         self._stepper: weakref.ref[T] = weakref.ref(stepper)
 

@@ -81,6 +81,10 @@ class InsideDDP(Mode):
 
     # ----------------------------------------------------------------------------------- the step
 
+    def before_forward(self, *args: Any) -> None:
+        """Raise if the last step failed on another rank, before DDP waits for that rank."""
+        self.pipeline.gather.wait_for_errors()
+
     def step_after_ddp(self) -> None:
         """Step at the end of this backward pass, after DDP has written to `param.grad`.
 
@@ -218,8 +222,13 @@ class BucketStepper:
         self._waiting: deque[_Reduction] = deque()
         self._stepping = False
         self._counts_steps = False
+        self._error: Exception | None = None
         # Parameters of each of our buckets that are yet to be updated.
         self._missing: list[set[int]] = []
+
+    def before_forward(self, *args: Any) -> None:
+        """Raise if the last step failed on another rank."""
+        self.mode.before_forward()
 
     def add(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """Take a bucket that is being reduced, and step those that are. Called on every rank."""
@@ -253,7 +262,11 @@ class BucketStepper:
             grads[index] = result.as_strided(spec.shape, spec.stride, start)
         pipeline = mode.pipeline
         before = _step_counters(mode.optim)
-        pipeline.update(_BucketGradients(pipeline.params, grads), pipeline.local.step, grads)
+        try:
+            pipeline.update(_BucketGradients(pipeline.params, grads), pipeline.local.step, grads)
+        except Exception as error:
+            # Not raised inside DDP's hook: the other ranks wait for its later buckets.
+            self._error = self._error or error
         self._counts_steps = self._counts_steps or _step_counters(mode.optim) != before
         complete = []
         for number, missing in enumerate(self._missing):
@@ -279,8 +292,12 @@ class BucketStepper:
         self._stepping = False
         pipeline = self.mode.pipeline
         pipeline.end()
+        error, self._error = self._error, None
+        pipeline.gather.share_error(error)
         pipeline.send((), [number for number, missing in enumerate(self._missing) if missing])
         self.mode.end_interleaved(self._counts_steps)
+        if error is not None:
+            raise error
 
 
 def _step_counters(optim: Optimizer) -> list[str]:

@@ -16,14 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from shardstep.comm import Comm
+from shardstep.comm import Comm, Operation
 from shardstep.comm.broadcast import broadcast
 from shardstep.gather import OverlappedGather, ParamGather
 from shardstep.gradients import AutogradFeeder, GradientSource, GradReducer
 from shardstep.gradients.feeders import refuse_watched
 from shardstep.modes.base import FOLLOWING, Mode
 from shardstep.modes.join import JoinContext, announced, options_of, take_options
-from shardstep.modes.planner import Planned
+from shardstep.modes.planner import Planned, Settings
 from shardstep.params.inputs import parameters
 from shardstep.params.module_hook import UncopiedHook, remove_hooks, when_freed
 from shardstep.params.names import names_in
@@ -60,6 +60,12 @@ class ModuleMode(Mode):
         refuse_watched(self._module.named_parameters())
 
     @override
+    def plan_first(self, groups: list[dict[str, Any]], settings: Settings, warn: bool) -> Planned:
+        planned = super().plan_first(groups, settings, warn)
+        settings.layouts.refuse_sparse()
+        return planned
+
+    @override
     def describe(self) -> list[str]:
         buffers = [
             f"buffer {name!r} (shape {tuple(buffer.shape)}, {buffer.dtype})"
@@ -70,8 +76,8 @@ class ModuleMode(Mode):
     @override
     def synchronise_start(self) -> None:
         # Before the local optimizer is made: a class may note the parameters' values.
-        broadcast(self.comm, self._module.parameters(), source=0)
-        broadcast(self.comm, self._module.buffers(), source=0)
+        broadcast(self.comm, self._module.parameters(), 0, Operation.START)
+        broadcast(self.comm, self._module.buffers(), 0, Operation.START)
 
     @override
     def check_new(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -79,7 +85,7 @@ class ModuleMode(Mode):
 
     @override
     def synchronise_new(self, params: Sequence[torch.Tensor]) -> None:
-        broadcast(self.comm, params, source=0)
+        broadcast(self.comm, params, 0, Operation.START)
 
     @override
     def connect(self) -> None:
@@ -166,7 +172,7 @@ class ModuleMode(Mode):
             # `.data`, as under DDP: a backward pass to come may have saved them, and must not fail
             # on the ranks that were written to while the others wait for it.
             buffers = (buffer.data for buffer in self._module.buffers())
-            broadcast(self.comm, buffers, self._buffer_source)
+            broadcast(self.comm, buffers, self._buffer_source, Operation.BUFFERS)
 
     # ----------------------------------------------------------------------------------- the step
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardstep.comm import Operation
 from shardstep.params.dtensor import local_part
 from shardstep.params.same_bits import as_integers
 from shardstep.params.storage import flat
@@ -25,7 +26,8 @@ def verify(shards: ShardView) -> None:
     own = [_digest(local_part(param)).to(device) for param in shards.params]
     everyone = torch.zeros((comm.world_size, size), dtype=torch.int64, device=device)
     everyone[comm.group_rank] = torch.stack(own)
-    comm.all_gather(everyone.view(-1), range(0, everyone.numel() + 1, size)).wait()
+    cuts = range(0, everyone.numel() + 1, size)
+    comm.all_gather(everyone.view(-1), cuts, Operation.VERIFY).wait()
     for index, rank in (everyone != everyone[0]).t().nonzero().tolist()[:1]:
         raise RuntimeError(
             f"parameter {shards.plan.specs[index].name!r} differs between ranks 0 and {rank}; "

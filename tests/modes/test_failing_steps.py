@@ -1,0 +1,130 @@
+"""A step that fails on one rank fails on all, at once and by name; so do ranks out of step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from ddp_ways import WAYS, overlapping
+from models import MLP_PROBLEM, Setup, noise, rank, with_ddp, with_zero
+from ranks import RankFailure, raises_on_every_rank, run_ranks
+from torch import Tensor, nn
+
+from shardstep import ZeroRedundancyOptimizer
+
+
+class Failing(torch.optim.SGD):
+    """Raises on one rank, as a class does whose tensor there does not suit it."""
+
+    armed = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Failing.armed and rank() == 1:
+            raise ArithmeticError("no step on this rank")
+        return super().step(closure)
+
+
+KIND = (Failing, {"lr": 0.1})
+
+
+def _make(way: str, module: nn.Module) -> Setup:
+    if way == "module=":
+        return with_zero(module, KIND, layout="sliced")
+    if way == "drop-in":
+        setup = with_ddp(module)
+        setup.opt = ZeroRedundancyOptimizer(module.parameters(), Failing, layout="sliced", lr=0.1)
+        return setup
+    return overlapping(way, module, KIND, zero={"layout": "sliced"})
+
+
+def _fail(way: str, iteration: int) -> list[str]:
+    """Return the errors of each rank, which catches them and goes on living."""
+    setup = _make(way, MLP_PROBLEM.fresh())
+    start = time.monotonic()
+    errors = []
+    Failing.armed = False
+    try:
+        for step in range(iteration + 2):
+            Failing.armed = step == iteration
+            setup.backward(step)
+            setup.finish()
+    except (RuntimeError, ArithmeticError) as error:
+        errors.append(f"{type(error).__name__}: {error}")
+    Failing.armed = False
+    if time.monotonic() - start > 20:
+        errors.append("too late")
+    alike = [param.detach().clone() for param in setup.module.parameters()]
+    torch.distributed.barrier()
+    return [*errors, str([float(param.double().sum()) for param in alike])]
+
+
+@pytest.mark.parametrize("way", ["drop-in", "module=", *WAYS])
+@pytest.mark.parametrize("iteration", [0, 2])
+def test_a_step_that_fails_on_one_rank_fails_on_every_rank(way: str, iteration: int) -> None:
+    first, second = run_ranks(_fail, 2, way, iteration)
+    assert second[0] == "ArithmeticError: no step on this rank"
+    assert first[0].startswith("RuntimeError: rank 0: the optimizer's step failed on rank 1, so it")
+    assert first[0].endswith("ArithmeticError: no step on this rank")
+    assert first[1:] == second[1:], "every rank has the same parameters"
+
+
+def _fail_everywhere(way: str) -> list[Any]:
+    """Call `step` in a way that every rank's optimizer refuses, and then as it should be."""
+    setup = _make(way, MLP_PROBLEM.fresh())
+    Failing.armed = False
+    setup.backward(0)
+    with pytest.raises(TypeError):
+        setup.opt.step(nonsense=1)
+    setup.finish()
+    return [float(param.double().sum()) for param in setup.module.parameters()]
+
+
+@pytest.mark.parametrize("way", ["drop-in", "module="])
+def test_a_step_that_fails_on_every_rank_may_be_repeated(way: str) -> None:
+    first, second = run_ranks(_fail_everywhere, 2, way)
+    assert first == second
+
+
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.body(x)
+        return result
+
+
+def _extra(what: str) -> None:
+    setup = with_zero(_Normed())
+    for step in range(3):
+        if step == 2 and rank() == 0:
+            if what == "forward":
+                setup.module(noise(step, 6, 16))
+            else:
+                setup.opt.clip_grad_norm_(1.0)
+        setup.module(noise(step, 6, 16)).sum().backward()
+        if step == 2 and what == "clip" and rank() == 0:
+            setup.opt.clip_grad_norm_(1.0)
+        setup.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "operation"),
+    [("forward", "copying buffers"), ("clip", "computing the norm of the gradients")],
+)
+def test_an_extra_call_on_one_rank_times_out_by_name(what: str, operation: str) -> None:
+    with pytest.raises(RankFailure, match=rf"rank 0: {operation} failed: (to|from) rank 1: .*imed"):
+        run_ranks(_extra, 2, what, timeout=8)
+
+
+def _sparse() -> None:
+    table = nn.Embedding(50, 8, sparse=True)
+    ZeroRedundancyOptimizer(table.parameters(), torch.optim.SparseAdam, module=table)
+
+
+def test_a_class_that_needs_sparse_gradients_is_refused_with_module() -> None:
+    raises_on_every_rank(_sparse, 2, ValueError, match="SparseAdam takes sparse gradients")
