@@ -42,6 +42,7 @@ OTHERS_PRIVATE = {
     "_divide_by_initial_world_size",
     "_local_tensor",
     "_orig_mod",
+    "_is_accelerate_prepared",
     "_execution_engine",
     "_is_profiler_enabled",
     "_get_backend",

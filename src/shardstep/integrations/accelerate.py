@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 
-from shardstep.integrations.sharded import NoSync, give_no_sync, sharded
+from shardstep.integrations.sharded import give_no_sync, has_no_sync_of, sharded
 from shardstep.optimizer import ZeroRedundancyOptimizer
 
 _OTHERS = (
@@ -80,12 +80,15 @@ def _turn(each: Any) -> int:
 def _prepare_module(
     accelerator: Accelerator, optimizer: ZeroRedundancyOptimizer
 ) -> torch.nn.Module:
-    before = getattr(optimizer.mode.module, "no_sync", None)
-    module = give_no_sync(optimizer)
-    if isinstance(before, NoSync):
-        return module  # a second call would wrap its forward again
+    module = optimizer.mode.module
+    assert module is not None
+    # As `accelerator.prepare` marks models, so that a second call does not wrap the forward again.
+    # Another optimizer comes with another accelerator, which may cast differently.
+    module._is_accelerate_prepared = has_no_sync_of(optimizer)  # type: ignore[assignment]
+    give_no_sync(optimizer)
     # With `evaluation_mode` it does all but wrap the model in DDP.
     model: torch.nn.Module = accelerator.prepare_model(module, evaluation_mode=True)
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
     return model
 
 
@@ -105,4 +108,5 @@ def _prepare_optimizer(
 
     accelerator.register_save_state_pre_hook(consolidate)
     wrapped.state_dict = state_dict
+    wrapped._is_accelerate_prepared = True
     return wrapped

@@ -42,11 +42,11 @@ class NoSync:
     """
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        self.optimizer = weakref.ref(optimizer)
 
     def __call__(self) -> AbstractContextManager[None]:
         """Return a context in which gradients only accumulate on each rank."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         return nullcontext() if optimizer is None else optimizer.no_sync()
 
     def __reduce__(self) -> tuple[type, tuple[type]]:
@@ -59,3 +59,9 @@ def give_no_sync(optimizer: ZeroRedundancyOptimizer) -> torch.nn.Module:
     assert module is not None
     module.no_sync = NoSync(optimizer)  # type: ignore[assignment]
     return module
+
+
+def has_no_sync_of(optimizer: ZeroRedundancyOptimizer) -> bool:
+    """Return True if `no_sync` of the optimizer's module is this optimizer's."""
+    found = getattr(optimizer.mode.module, "no_sync", None)
+    return isinstance(found, NoSync) and found.optimizer() is optimizer
