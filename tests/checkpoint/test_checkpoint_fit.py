@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hostile import picture
+from mixtures import mixture, steps
 from problems import difference, differing
 from ranks import run_ranks
 from torch import nn, optim
@@ -372,3 +373,17 @@ def test_arguments_of_another_kind_are_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"path is None: latest\(\)"):
         ckpt.load(nowhere, opt, model)
     assert not path.exists()
+
+
+def test_several_classes_that_were_saved_under_the_name_of_their_wrapper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, opt = mixture()
+    steps(model, opt, range(2))
+    monkeypatch.setattr(
+        "shardstep.checkpoint.write.saved_name", lambda optim: "shardstep.mixture.Mixture"
+    )
+    ckpt.save(tmp_path / "one", opt, model)
+    other, fresh = mixture()
+    ckpt.load(tmp_path / "one", fresh, other)
+    assert difference(picture(model, opt), picture(other, fresh)) is None

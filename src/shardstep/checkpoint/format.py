@@ -232,6 +232,8 @@ class _Parser:
     def _optimizer(self, data: Any) -> SavedOptimizer:
         class_name, rounding_step = data["class"], data["rounded"]
         self._require(isinstance(class_name, str | None), "the optimizer's class is not a name")
+        if class_name is not None and class_name.startswith("shardstep."):
+            class_name = None  # 0.1.0 named its own wrapper of several classes; each group has its
         self._require(is_counts([rounding_step]), "the number of rounded steps is not a count")
         params = tuple(self._param(each) for each in data["params"])
         groups = []
