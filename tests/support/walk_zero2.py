@@ -15,9 +15,9 @@ import random
 import torch
 from models import Branching, Kind, noise, rank, with_plain, with_zero, world_size
 from torch import Tensor, nn, optim
-from walks import Act, Walk
+from walks import Act, Walk, from_rank
 
-from shardstep import ZeroRedundancyOptimizer
+from shardstep import BatchSkippedError, ZeroRedundancyOptimizer
 
 KIND: Kind = (optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01})
 MAX_NORM = 0.05
@@ -60,6 +60,14 @@ class Looping(Walk):
             self.write_a_gradient: 0.7,
             self.scale_a_gradient: 0.7,
             self.evaluate: 1,
+            self.edit_groups: 1,
+            self.freeze: 1,
+            self.evaluate_or_train: 0.5,
+            self.closure: 1,
+            self.fail_and_recover: 1,
+            self.reload: 0.5,
+            self.copy: 0.3,
+            self.add_a_group: 0.2,
         }
 
     def check(self) -> None:
@@ -77,6 +85,10 @@ class Looping(Walk):
         self.acts.append(part)
         with self._divided.no_sync() if held_back else contextlib.nullcontext():
             self._run(self._divided.module, part, step, rank())
+        self._run_whole(part, step)
+
+    def _run_whole(self, part: str, step: int) -> None:
+        """Add the mean over all ranks' data to the gradients of the whole model."""
         module, given = self._whole.module, [p.grad for p in self._whole.module.parameters()]
         for of in range(world_size()):
             module.zero_grad()
@@ -160,3 +172,115 @@ class Looping(Walk):
         expected, got = (s.module(x, [0, 1, 2]) for s in (self._whole, self._divided))
         if not _close(expected, got):
             self.wrong.append("an output")
+
+    # -------------------------------------------------------------------- what else a user does
+
+    def _step_number(self) -> int:
+        return 100 * self._seed + len(self.acts)
+
+    def _clear_all(self) -> None:
+        for setup in (self._whole, self._divided):
+            setup.opt.zero_grad()
+
+    def edit_groups(self) -> None:
+        kind = self.chance.choice(["rebind", "replace", "add", "delete", "lr"])
+        self.say(kind)
+        for setup in (self._whole, self._divided):
+            groups = setup.opt.param_groups
+            if kind == "rebind":
+                setup.opt.param_groups = [dict(group) for group in groups]
+            elif kind == "replace":
+                groups[0] = {**groups[0], "params": list(groups[0]["params"])}
+            elif kind == "add":
+                groups[0]["initial_lr"] = 3.0
+            elif kind == "delete":
+                groups[0].pop("initial_lr", None)
+            else:
+                groups[0]["lr"] *= 0.8
+        keys = [sorted(s.opt.param_groups[0]) for s in (self._whole, self._divided)]
+        if keys[0] != keys[1]:
+            self.wrong.append(f"options {keys}")
+
+    def freeze(self) -> None:
+        """While there are no gradients. The next pass goes through the root or a part of it."""
+        self._clear_all()
+        name = self.chance.choice(["branches.1", "branches.2", "never"])
+        part, step = self.chance.choice(["all", "stem"]), self._step_number()
+        self.say(name, part)
+        for setup in (self._whole, self._divided):
+            for param in setup.module.get_submodule(name).parameters():
+                param.requires_grad_(not param.requires_grad)
+        self._run(self._divided.module, part, step, rank())
+        self._run_whole(part, step)
+        self.step()
+        self._clear_all()
+
+    def evaluate_or_train(self) -> None:
+        training = not self._divided.module.training
+        for setup in (self._whole, self._divided):
+            setup.module.train(training)
+
+    def closure(self) -> None:
+        part, step = "all", self._step_number()
+
+        def evaluate() -> float:
+            self._divided.opt.zero_grad()
+            self._run(self._divided.module, part, step, rank())
+            return 0.5
+
+        if self._divided.opt.step(evaluate) != 0.5:
+            self.wrong.append("the closure's loss")
+        self._whole.opt.zero_grad()
+        self._run_whole(part, step)
+        self._whole.opt.step()
+
+    def fail_and_recover(self) -> None:
+        """A rank fails before the end of its backward pass, and all skip the batch."""
+        self._clear_all()
+        where, failing = self.chance.choice(["loader", "backward"]), self.chance.randrange(4)
+        self.say(where, failing % world_size())
+        head = self._divided.module.get_parameter("head.weight")
+        hooks = []
+        try:
+            if failing % world_size() == rank():
+                if where == "loader":
+                    raise Broken
+                hooks.append(head.register_post_accumulate_grad_hook(_raise))
+            self._run(self._divided.module, "all", self._step_number(), rank())
+            self._divided.opt.step()
+            self.wrong.append("a step on a batch that failed")
+        except (Broken, BatchSkippedError):
+            self._divided.opt.recover()
+        for hook in hooks:
+            hook.remove()
+
+    def reload(self) -> None:
+        self._clear_all()
+        opt, to = self._divided.opt, self.chance.randrange(world_size())
+        opt.consolidate_state_dict(to)
+        opt.load_state_dict(from_rank(to, opt.state_dict() if rank() == to else None))
+
+    def copy(self) -> None:
+        """A copy of the model is a plain one, and has the same numbers."""
+        copied = copy.deepcopy(self._divided.module)
+        for number, (param, theirs) in enumerate(
+            zip(copied.parameters(), self._whole.params, strict=True)
+        ):
+            if not _close(theirs, param):
+                self.wrong.append(f"parameter {number} of a copy")
+
+    def add_a_group(self) -> None:
+        self._clear_all()
+        for setup in (self._whole, self._divided):
+            torch.manual_seed(len(self.acts))
+            added = nn.Linear(8, 4).double()
+            setup.module.register_module(f"added{len(self.acts)}", added)
+            setup.opt.add_param_group({"params": list(added.parameters()), "lr": 0.01})
+
+
+class Broken(Exception):
+    """What a user's code raises."""
+
+
+def _raise(param: Tensor) -> None:
+    raise Broken

@@ -281,7 +281,9 @@ class Low(SavingWalk):
         self._clear_all()
         for module in (self._theirs, self._mine):
             module.to(dtype)
+        self._divided.zero_grad()  # where it is noticed; masters follow what was rounded by then
         self._whole.cast(self._trained)
+        self._whole.follow()
 
     def option(self) -> None:
         for opt in (self._whole, self._divided):
