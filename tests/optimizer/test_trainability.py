@@ -271,8 +271,8 @@ def _steady_state_talks_only_of_parameters() -> int:
     return traffic.calls.total()
 
 
-def test_a_step_without_changes_is_one_gather_per_bucket_and_a_note() -> None:
-    assert run_ranks(_steady_state_talks_only_of_parameters, 2) == [10, 10]
+def test_a_step_without_changes_is_one_gather_per_bucket_a_note_and_a_verdict() -> None:
+    assert run_ranks(_steady_state_talks_only_of_parameters, 2) == [15, 15]
 
 
 def _freezing_on_one_rank() -> None:
