@@ -303,3 +303,24 @@ def _constructions(count: int) -> list[int]:
 def test_connections_of_optimizers_that_are_gone_are_closed() -> None:
     for seen in run_ranks(_constructions, 2, 6):
         assert max(seen[3:]) <= seen[2], seen
+
+
+def _connect_subgroup() -> list[Any]:
+    """Return the device that the default group is bound to while a subgroup is connected."""
+    world: Any = dist.group.WORLD
+    comm = connect(dist.new_group([0, 1]))
+    world.bound_device_id = torch.device("cuda", 0)
+    new_group, seen = dist.new_group, []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        seen.append(world.bound_device_id)
+        return new_group(*args, **options)
+
+    with mock.patch.object(dist, "new_group", noted):
+        comm.new_connection()
+    return [*seen, str(world.bound_device_id)]
+
+
+def test_a_subgroup_is_not_split_off_a_bound_default_group() -> None:
+    # The ranks outside of the subgroup would have to take part.
+    assert run_ranks(_connect_subgroup, 2) == [[None, None, "cuda:0"]] * 2

@@ -128,3 +128,13 @@ def _sparse() -> None:
 
 def test_a_class_that_needs_sparse_gradients_is_refused_with_module() -> None:
     raises_on_every_rank(_sparse, 2, ValueError, match="SparseAdam takes sparse gradients")
+
+
+def _expanded() -> None:
+    module = nn.Linear(4, 4)
+    module.register_buffer("scale", torch.ones(1).expand(3))
+    with_zero(module)
+
+
+def test_an_expanded_buffer_is_refused_on_every_rank() -> None:
+    raises_on_every_rank(_expanded, 2, ValueError, match="buffer 'scale' is expanded")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -144,15 +145,15 @@ class GroupComm(Comm):
         # Without a tensor at hand, an unbound group uses the current device, which may be the same
         # on all ranks. A bound group takes no tensors of other devices. If the default group is
         # bound, torch binds this one too.
-        unbound = getattr(dist.group.WORLD, "bound_device_id", None) is None
-        binds = backend is None and not exchanges and unbound and len(self._devices) == 1
-        group = dist.new_group(
-            ranks,
-            backend=backend or dist.get_backend_config(self._group),
-            device_id=self._devices[0] if binds else None,
-            **options,
-        )
-        downwards = dist.new_group(ranks, backend="gloo", **options) if exchanges else None
+        binds = backend is None and not exchanges and len(self._devices) == 1
+        with _unbound_world(ranks is not None) as unbound:
+            group = dist.new_group(
+                ranks,
+                backend=backend or dist.get_backend_config(self._group),
+                device_id=self._devices[0] if binds and unbound else None,
+                **options,
+            )
+            downwards = dist.new_group(ranks, backend="gloo", **options) if exchanges else None
         comm = GroupComm(group, self._devices, downwards, self._origin)
         assert comm.group_rank == self.group_rank
         made = [each for each in (group, downwards) if each is not None]
@@ -217,6 +218,25 @@ class GroupComm(Comm):
     def _timeout(self) -> timedelta | None:
         options = getattr(backend_of(self._group, self._meeting_device()), "options", None)
         return getattr(options, "_timeout", None)
+
+
+@contextmanager
+def _unbound_world(hide: bool) -> Iterator[bool]:
+    """Hide the device that the default group is bound to; yield whether it is bound to none now.
+
+    Torch splits a new group off a default group that is bound to a device. All ranks of the default
+    group have to take part in that, also those outside of the new group.
+    """
+    world: Any = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if bound is None or not hide:
+        yield bound is None
+        return
+    world.bound_device_id = None
+    try:
+        yield True
+    finally:
+        world.bound_device_id = bound
 
 
 def _to_bytes(data: torch.Tensor) -> bytes:

@@ -58,6 +58,15 @@ class ModuleMode(Mode):
     def check(self) -> None:
         check_membership(self._module, parameters(self.groups))
         refuse_watched(self._module.named_parameters())
+        for name, buffer in self._module.named_buffers():
+            if any(
+                size > 1 and not step
+                for size, step in zip(buffer.shape, buffer.stride(), strict=True)
+            ):
+                raise ValueError(
+                    f"buffer {name!r} is expanded: several of its elements share memory, so it "
+                    "cannot follow rank 0's; register a clone of it"
+                )
 
     @override
     def plan_first(self, groups: list[dict[str, Any]], settings: Settings, warn: bool) -> Planned:
