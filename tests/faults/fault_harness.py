@@ -156,6 +156,8 @@ def _watch(
                 if all(peer in ends for peer in peers):
                     ends[place] = -signal.SIGSTOP, now
             elif now > (begin + START if fell is None else fell + patience):
+                os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(0.2)
                 ends[place] = None, now
     return ends
 

@@ -7,6 +7,7 @@ the moment of the fault, failed saves, and how it ended.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import hashlib
 import json
 import os
@@ -274,8 +275,9 @@ def run_rank(place: Place, fault: Fault) -> None:
         assert failed == 0, os.strerror(ctypes.get_errno())
     torch.set_num_threads(1)
     job = Job(place, fault)
-    # stderr goes to a file: the controller quotes it if it is needed.
+    # stderr goes to a file; SIGUSR1 adds the stacks of all threads.
     os.dup2(os.open(f"{place.records}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
         job.run()
     except Exception as error:

@@ -32,12 +32,8 @@ def references(
 
 NAMED = r"rank \d+: \w+.* failed|on rank \d"
 
-PENDING = pytest.mark.xfail(reason="Gloo aborts on a message of another operation", strict=True)
 
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[PENDING] * ("forward once" in name)) for name in TRIALS]
-)
+@pytest.mark.parametrize("name", TRIALS)
 def test_fault(name: str, hosts: list[Host] | None, references: object, tmp_path: Path) -> None:
     trial = TRIALS[name]
     assert isinstance(references, dict)

@@ -24,7 +24,7 @@ from shardstep.checkpoint.safetensors import Source
 from shardstep.checkpoint.staging import unwatch_sigterm, watch_sigterm
 from shardstep.checkpoint.write import SaveJob, plan_save, write_checkpoint
 from shardstep.comm import Comm
-from shardstep.comm.consensus import run_on_all_ranks
+from shardstep.comm.consensus import LostRankError, run_on_all_ranks
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -82,6 +82,11 @@ class AsyncSave:
             raise RuntimeError(said) from error
         return self.path
 
+    @property
+    def lost_rank(self) -> bool:
+        """True if it failed because another rank did not answer."""
+        return isinstance(self._error, LostRankError)
+
     def join(self) -> None:
         """Wait until it has ended, and leave its error to `wait`."""
         self._thread.join()
@@ -119,12 +124,13 @@ class AsyncSaveState:
         running, self.running = self.running, None
         if running is None:
             return
-        if self._connection is not None and self._connection[0] is comm.group:
+        running.join()
+        if running.lost_rank:
+            running.wait()  # raises; to compare would take the timeout once more
+        elif self._connection is not None and self._connection[0] is comm.group:
             # Some ranks may have waited and raised already. They must not go on alone.
             run_on_all_ranks(comm, "the save before this one", lambda: str(running.wait()))
-        else:
-            # Its group was replaced, and ranks of the new one may not know of it.
-            running.join()
+        # Else its group was replaced, and ranks of the new one may not know of it.
 
     def connection(self, comm: Comm) -> Comm:
         """Return separate connections between the ranks of `comm`. Called on every rank."""
