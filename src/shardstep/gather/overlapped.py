@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -146,6 +148,15 @@ def _wait_for_all() -> None:
 
 # A gather in flight arrives in this process: in a forked one, a read would wait forever.
 os.register_at_fork(before=_wait_for_all)
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Wait for gathers in flight: a rank that leaves earlier cuts off messages of the others."""
+    # A rank that has raised must not wait: the others are to learn of it at once.
+    if not hasattr(sys, "last_value"):
+        with contextlib.suppress(RuntimeError):
+            _wait_for_all()
 
 
 def _watch_compiler() -> None:
