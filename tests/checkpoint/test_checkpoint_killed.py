@@ -96,7 +96,10 @@ def load_newest(parent: Path, net: Net, opt: ZeroRedundancyOptimizer) -> int:
     newest = ckpt.latest(parent)
     if newest is None:
         return 0
-    step = int(ckpt.load(newest, opt, net).extra["step"])
+    loaded = ckpt.resume(parent, opt, net)  # and continue its run, which may remove what it saved
+    assert loaded is not None
+    assert loaded.path == newest
+    step = int(loaded.extra["step"])
     assert newest.name == f"step-{step}"
     check_step(net, opt, step)
     return step
@@ -190,6 +193,8 @@ PHASES: dict[str, tuple[Any, str, int]] = {
 def die_in(phase: str, parent: Path, step: int) -> None:
     """Save, and be killed at this moment: rank 0, which does the most."""
     net, opt = make()
+    load_newest(parent, net, opt)
+    opt.optim.state.clear()
     set_step(net, opt, step)
     owner, name, times = PHASES[phase]
     function = getattr(owner, name)
