@@ -270,7 +270,7 @@ def test_verify_finds_a_file_of_another_checkpoint(
 def test_chunks_that_overlap_and_leave_a_gap_are_refused(tmp_path: Path) -> None:
     state = {
         "state": {0: {"momentum_buffer": torch.ones(128, 64)}},
-        "param_groups": [{"params": [0]}],
+        "param_groups": [{"params": [0], "momentum": 0.9}],
     }
     whole = ckpt.import_state_dict(tmp_path / "whole", state, optimizer_class="SGD")
     path = ckpt.reshard(whole, tmp_path / "cut", 2)

@@ -12,6 +12,7 @@ from ranks import run_ranks
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.comm import Comm
+from shardstep.modes.lockstep import Lockstep
 
 STEPS = 3
 
@@ -106,11 +107,12 @@ def test_a_step_gathers_each_training_bucket_once_and_waits_for_all(
     ranks = run_ranks(step_through, 2, "counting", layout, view)
     cuts = ranks[0]["cuts"]
     assert len(cuts) >= 5, "too few buckets to tell"
+    each = [(0, Lockstep.nbytes, 2 * Lockstep.nbytes), *cuts]  # the ranks' positions come first
     for rank in ranks:
         seen = rank["comm"]
-        assert seen["launched"] == cuts * STEPS, "one gather per bucket, in the plan's order"
-        assert rank["by step"] == [(len(cuts) * (step + 1), []) for step in range(STEPS)]
-        assert sorted(seen["waited"]) == list(range(len(cuts) * STEPS)), "each waited for, once"
+        assert seen["launched"] == each * STEPS, "one gather per bucket, in the plan's order"
+        assert rank["by step"] == [(len(each) * (step + 1), []) for step in range(STEPS)]
+        assert sorted(seen["waited"]) == list(range(len(each) * STEPS)), "each waited for, once"
         assert seen["most_in_flight"] == (len(cuts) if view else 2)
         assert_unsharded(rank["params"])
 
