@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import run_ranks
 
-pytest.importorskip("transformers")
+from shardstep import ZeroRedundancyOptimizer
+
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 
@@ -30,3 +33,16 @@ def test_a_model_trains_and_saves_as_under_ddp(names: list[str], tmp_path: Path)
     for found in run_ranks(_differences, 2, names, tmp_path):
         assert found == dict.fromkeys(found, "equal")
         assert len(found) == 2 * len(names)
+
+
+@pytest.mark.slow
+def test_embeddings_that_were_resized_are_noticed() -> None:
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16, tie_word_embeddings=False
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, module=model, lr=1e-3)
+    model.resize_token_embeddings(80)
+    with pytest.raises(ValueError, match="was put into the module after the optimizer"):
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    opt.detach()

@@ -100,7 +100,8 @@ def _remedy(comm: Comm, what: str) -> str:
         f"rank {rank} {what}; to get all of it here, call consolidate_state_dict(to={rank}) on all "
         f"{comm.world_size} ranks of the process group first, and then state_dict() on rank "
         f"{rank}; if every rank asks for it, consolidate_state_dict(to='all'); for "
-        "torch.distributed.checkpoint, pass shardstep.checkpoint.Sharded(optimizer)"
+        "torch.distributed.checkpoint, pass shardstep.checkpoint.Sharded(optimizer); for its "
+        "get_state_dict(), Sharded(optimizer).as_optimizer()"
     )
 
 
