@@ -324,3 +324,18 @@ def _connect_subgroup() -> list[Any]:
 def test_a_subgroup_is_not_split_off_a_bound_default_group() -> None:
     # The ranks outside of the subgroup would have to take part.
     assert run_ranks(_connect_subgroup, 2) == [[None, None, "cuda:0"]] * 2
+
+
+def keep_nothing() -> bool:
+    comm = connect(None)
+    made = comm.new_connection()
+    kept = weakref.ref(made.group)
+    del made
+    gc.collect()
+    dist.destroy_process_group()
+    gc.collect()
+    return kept() is None
+
+
+def test_a_group_that_the_user_has_destroyed_is_not_kept() -> None:
+    assert run_ranks(keep_nothing, 2, fresh=True) == [True, True]

@@ -30,8 +30,8 @@ EXCHANGING = frozenset({"gloo"})
 
 CPU = torch.device("cpu")
 
-_unused: dict[str, list[dist.ProcessGroup]] = {}
-"""Connections by name whose `GroupComm` is gone on this rank."""
+_unused: dict[str, list[weakref.ref[dist.ProcessGroup]]] = {}
+"""Connections by name whose `GroupComm` is gone on this rank. Torch keeps them until destroyed."""
 
 
 class GroupComm(Comm):
@@ -149,14 +149,14 @@ class GroupComm(Comm):
         with _unbound_world(ranks is not None) as unbound:
             group = dist.new_group(
                 ranks,
-                backend=backend or dist.get_backend_config(self._group),
+                backend=backend or _backends(self._group),
                 device_id=self._devices[0] if binds and unbound else None,
                 **options,
             )
             downwards = dist.new_group(ranks, backend="gloo", **options) if exchanges else None
         comm = GroupComm(group, self._devices, downwards, self._origin)
         assert comm.group_rank == self.group_rank
-        made = [each for each in (group, downwards) if each is not None]
+        made = [weakref.ref(each) for each in (group, downwards) if each is not None]
         weakref.finalize(comm, _unused.__setitem__, group.group_name, made).atexit = False
         return comm
 
@@ -169,11 +169,14 @@ class GroupComm(Comm):
         """
         world = dist.distributed_c10d._world
         may_close = all(name.isdecimal() for name in world.pg_names.values())
-        found = all_gather_json(self, list(_unused) if may_close else [])
+        made = {name: [each() for each in groups] for name, groups in dict(_unused).items()}
+        # The user may have destroyed all groups, after which torch uses their names again.
+        unused = {n: groups for n, groups in made.items() if all(g in world.pg_map for g in groups)}
+        found = all_gather_json(self, list(unused) if may_close else [])
         for name in sorted(set.intersection(*map(set, found))):
-            for group in _unused.pop(name):
-                if group in world.pg_map:  # the user may have destroyed all groups
-                    dist.destroy_process_group(group)
+            for group in unused[name]:
+                dist.destroy_process_group(group)
+            del _unused[name]
 
     def _transport(self, device: torch.device) -> Exchange | Collectives:
         return self._exchange if self._exchanges(device) else self._collectives
@@ -218,6 +221,16 @@ class GroupComm(Comm):
     def _timeout(self) -> timedelta | None:
         options = getattr(backend_of(self._group, self._meeting_device()), "options", None)
         return getattr(options, "_timeout", None)
+
+
+def _backends(group: dist.ProcessGroup) -> str:
+    """Return the backends of a group, as one name if it is the same for all devices.
+
+    Torch warns when a group of several is destroyed.
+    """
+    config = dist.get_backend_config(group)
+    names = {each.rpartition(":")[2] for each in config.split(",")}
+    return names.pop() if len(names) == 1 else config
 
 
 @contextmanager
