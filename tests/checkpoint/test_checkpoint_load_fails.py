@@ -94,7 +94,7 @@ def sees_another_folder(parent: Path) -> None:
     for name in ("a", "b"):
         ckpt.save(parent / name, opt, net)
     refused(parent / ("a" if rank == 0 else "b"), opt, net, "different checkpoints")
-    refused(parent / ("a" if rank == 0 else "none"), opt, net, "not a folder")
+    refused(parent / ("a" if rank == 0 else "none"), opt, net, "does not exist")
     # One that was removed while it is read is named.
     dist.barrier()
     if rank == 1:
