@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help demo test test-slow test-thorough test-nccl coverage check bench docs examples dist format clean
 
@@ -19,10 +20,10 @@ demo: $(READY)  ## train a small GPT with DDP, sharded under DDP and sharded wit
 	$(BIN)/shardstep demo
 
 test: $(READY)  ## run the fast tests
-	$(BIN)/python -m pytest -n 2 -m "not slow and not thorough" tests
+	$(PYTEST) -n 2 -m "not slow and not thorough" tests
 
-test-slow: $(READY)  ## run the slow tests: more ranks, many iterations under load
-	$(BIN)/python -m pytest -n 2 -m slow tests
+test-slow: $(READY)  ## run the slow tests: more ranks, faults, frameworks (make examples runs the examples)
+	$(PYTEST) -n 2 -m slow --ignore tests/test_examples.py tests
 
 test-thorough: $(READY)  ## run every scenario with all options, one and three ranks, late messages
 	$(BIN)/python -m pytest -n 2 -m thorough tests
@@ -32,9 +33,11 @@ test-nccl: $(READY)  ## run every scenario over NCCL, with several ranks on one 
 		then $(BIN)/python -m pytest -n 4 -m nccl tests/nccl; \
 		else echo "test-nccl: there is no GPU here, so nothing was run"; fi
 
-coverage: $(READY)  ## run all tests, fast and slow, with coverage of every rank
+coverage: MEASURED := $(BIN)/python -m coverage run -m pytest
+coverage: $(READY)  ## make test and make test-slow with coverage of every rank
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -n 2 -m "not thorough" --ignore tests/test_examples.py tests
+	$(MAKE) test PYTEST="$(MEASURED)"
+	$(MAKE) test-slow PYTEST="$(MEASURED)"
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --fail-under=95
 

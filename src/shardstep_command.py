@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def exit_on_ctrl_c() -> Iterator[None]:
+    """End the process at once on Ctrl-C, with status 130. For code that leaves nothing to undo.
+
+    There is no exception: compiled modules that are being imported may swallow one.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def main() -> None:
     """Run the command line. Ctrl-C at any moment ends it with status 130, without a traceback."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:
-        # No exception: compiled modules that are being imported may swallow one.
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    from shardstep.cli import main
-
-    signal.signal(signal.SIGINT, before)
+    with exit_on_ctrl_c():
+        from shardstep.cli import main
     try:
         main()
     except KeyboardInterrupt:

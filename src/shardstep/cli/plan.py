@@ -20,6 +20,7 @@ from shardstep.cli.units import parse_nbytes, parse_rate
 from shardstep.plan import ParamSpec
 from shardstep.plan.methods import MAX_RANKS, Footprint, Job, fewest_ranks
 from shardstep.plan.models import MODELS, model
+from shardstep_command import exit_on_ctrl_c
 
 METHODS: dict[str, tuple[str, Callable[[Job, int], Footprint]]] = {
     "ddp": ("DDP", Job.ddp),
@@ -53,6 +54,7 @@ def _parse_ranks(text: str) -> list[int]:
     return sorted(set(ranks))
 
 
+@exit_on_ctrl_c()  # torch imports more while it tries the class
 def plan(
     name: Annotated[
         str | None, typer.Option("--model", help=f"A known model: {', '.join(MODELS)}.")
