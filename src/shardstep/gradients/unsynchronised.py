@@ -40,11 +40,8 @@ class SynchronisedCheck:
             given = {rank: torch.tensor(each) for rank, each in enumerate(samples) if each}
             first = min(given, default=0)
             for rank, sample in given.items():
-                apart, size = (
-                    (sample - given[first]).norm(),
-                    max(sample.norm(), given[first].norm()),
-                )
-                if apart > TOLERANCE * size:
+                size = max(sample.norm(), given[first].norm())
+                if (sample - given[first]).norm() > TOLERANCE * size:
                     raise RuntimeError(
                         f"the gradient of parameter {name!r} differs between ranks {first} and "
                         f"{rank}: without module=, gradients have to be synchronised before "
