@@ -28,9 +28,9 @@ test-slow: $(READY)  ## run the slow tests: more ranks, faults, frameworks (make
 test-thorough: $(READY)  ## run every scenario with all options, one and three ranks, late messages
 	$(BIN)/python -m pytest -n 2 -m thorough tests
 
-test-nccl: $(READY)  ## run every scenario over NCCL, with several ranks on one GPU
+test-nccl: $(READY)  ## run every scenario over NCCL with several ranks on one GPU, and record the result
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
-		then $(BIN)/python -m pytest -n 4 -m nccl tests/nccl; \
+		then NCCL_RESULTS=benchmarks/results/nccl-tests.json $(PYTEST) -n 6 --dist worksteal tests/nccl tests/gpu; \
 		else echo "test-nccl: there is no GPU here, so nothing was run"; fi
 
 coverage: MEASURED := $(BIN)/python -m coverage run -m pytest

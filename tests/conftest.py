@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from ranks import end_idle_processes
+from shared_gpu import MPS
 
 torch.set_num_threads(1)
 
@@ -39,3 +40,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish() -> None:
     end_idle_processes()
+    MPS.stop()

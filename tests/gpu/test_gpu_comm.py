@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 from itertools import accumulate
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from on_nccl import run_on_nccl
 from torch import nn
 
 from shardstep import ZeroRedundancyOptimizer
@@ -24,14 +23,7 @@ pytestmark = [
 LENGTHS = [[64, 64, 64, 64], [128, 64, 192, 320], [0, 64, 128, 0], [0, 4096, 0, 0], [0, 0, 0, 0]]
 
 
-def several_ranks_on_one_device() -> None:
-    """Have NCCL take each rank for a host, and talk over sockets. Before the first collective."""
-    os.environ["NCCL_HOSTID"] = f"host{dist.get_rank()}"
-    os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
-
-
 def move_segments() -> None:
-    several_ranks_on_one_device()
     given = connect(None, [torch.zeros(1, device="cuda")])
     for comm, lengths in itertools.product((given, given.new_connection()), LENGTHS):
         rank, size = comm.group_rank, comm.world_size
@@ -47,7 +39,7 @@ def move_segments() -> None:
                 out = torch.full((lengths[rank],), torch.nan, dtype=dtype, device=device)
                 comm.reduce_scatter(numbers * (rank + 1), cuts, out).wait()
                 assert torch.equal(out, numbers[own].to(dtype) * (size * (size + 1) // 2)), lengths
-        tensors = [torch.full((3,), float(rank), device="cuda"), torch.ones(2) * rank]
+        tensors = [torch.full((3,), float(rank), device="cuda"), torch.ones(2, device="cpu") * rank]
         broadcast(comm, tensors, 1, Operation.START)
         assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [1.0]]
         assert all_gather_json(comm, "x" * 1000 * rank) == ["x" * 1000 * r for r in range(size)]
@@ -55,12 +47,11 @@ def move_segments() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_segments_of_any_length_travel_over_nccl(world_size: int) -> None:
-    run_ranks(move_segments, world_size, backend="nccl", timeout=120)
+    run_on_nccl(move_segments, world_size)
 
 
 def train_whole() -> bool:
     """Adafactor on whole tensors, against the same with the mean of all gradients."""
-    several_ranks_on_one_device()
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -85,4 +76,4 @@ def train_whole() -> bool:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_uneven_segments_train_over_nccl(world_size: int) -> None:
-    assert run_ranks(train_whole, world_size, backend="nccl", timeout=120) == [True] * world_size
+    assert run_on_nccl(train_whole, world_size) == [True] * world_size

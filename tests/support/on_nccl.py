@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import RankFailure, end_idle_processes, run_ranks
+from shared_gpu import MPS
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-TIMEOUT = 240.0
-
-
-def claim_another_host() -> None:
-    """Make NCCL take this rank for a host. Called on every rank, before the first collective."""
-    os.environ |= {
-        "NCCL_HOSTID": f"host{dist.get_rank()}",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_NET": "Socket",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }
+TIMEOUT, TIMEOUT_WITHOUT_MPS = 120.0, 240.0
 
 
 class OnTheGPU(TorchFunctionMode):
@@ -44,21 +35,64 @@ class OnTheGPU(TorchFunctionMode):
 
 @contextmanager
 def everything_on_the_gpu() -> Iterator[None]:
-    """Make models and batches on the GPU, with kernels that give the same bits every time."""
+    """Make models and batches on the GPU, with kernels that give the same bits every time.
+
+    Afterwards the settings are as before, so that the process can be reused.
+    """
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
     torch.use_deterministic_algorithms(True)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    with OnTheGPU():
-        yield
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    torch.cuda.manual_seed(0)
+    try:
+        with OnTheGPU():
+            yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+        torch.use_deterministic_algorithms(False)
 
 
 def _on_the_gpu(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    claim_another_host()
     with everything_on_the_gpu():
         return fn(*args, **kwargs)
 
 
+def _sum_of_ranks() -> float:
+    value = torch.full((1,), dist.get_rank() + 1.0, device="cuda")
+    dist.all_reduce(value)
+    return value.item()
+
+
+def _start_mps() -> None:
+    """Start MPS, unless it runs, and see whether ranks can work under it."""
+    if MPS.running or MPS.refusal:
+        return
+    end_idle_processes()  # those that run without it
+    MPS.start()
+    if MPS.running:
+        try:
+            run_ranks(_sum_of_ranks, 2, backend="nccl", timeout=60)
+        except RankFailure as failure:
+            _refuse_mps(str(failure).strip().splitlines()[-1])
+
+
+def _refuse_mps(reason: str) -> None:
+    end_idle_processes()
+    MPS.refuse(reason)
+    warnings.warn(f"ranks have no MPS daemon of their own: {reason}", stacklevel=3)
+
+
 def run_on_nccl(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
-    """Run `fn` on ranks that share one GPU and form an NCCL group."""
-    return run_ranks(
-        _on_the_gpu, world_size, fn, args, kwargs, backend="nccl", timeout=TIMEOUT, fresh=True
-    )
+    """Run `fn` on ranks that share one GPU and form an NCCL group, under MPS if possible."""
+    _start_mps()
+    timeout = TIMEOUT if MPS.running else TIMEOUT_WITHOUT_MPS
+    try:
+        return run_ranks(_on_the_gpu, world_size, fn, args, kwargs, backend="nccl", timeout=timeout)
+    except BaseException as failure:
+        # A rank that dies leaves the MPS server in any state: the next call starts another.
+        end_idle_processes()
+        MPS.stop()
+        if isinstance(failure, RankFailure) and re.search("MPS (client|server)", str(failure)):
+            _refuse_mps("an error of MPS itself")
+            return run_on_nccl(fn, world_size, *args, **kwargs)
+        raise

@@ -51,6 +51,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from shared_gpu import ENVIRONMENT
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -266,7 +267,7 @@ def new_process(fn: Callable[..., None], *args: Any) -> BaseProcess:
 
 def _start_server() -> None:
     """Start the server, unless it runs, with the environment for the ranks."""
-    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+    with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}):
         if sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # no need for a hostname that resolves
         # Coverage reaches the ranks through multiprocessing. Without this the server would be
@@ -346,6 +347,8 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # collecting what a call left behind need not look at all of torch
     stacks = os.open(os.devnull, os.O_WRONLY)
+    # NCCL refuses two ranks on one GPU unless they are on different hosts. It may read this once.
+    os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
     before, seeds = _settings(), (random.getstate(), torch.get_rng_state())
     while True:
         try:
@@ -404,7 +407,8 @@ def _settings() -> dict[str, Any]:
     settings: dict[str, Any] = {
         "environ": dict(os.environ),
         "folder": os.getcwd(),
-        "threads": set(threading.enumerate()),
+        # Autograd's threads for a GPU stay, and count as dummies once Python ran in them.
+        "threads": {t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)},
         "children": multiprocessing.active_children(),
         "signals": [signal.getsignal(s) for s in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM)],
         "limits": [resource.getrlimit(r) for r in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)],
