@@ -164,7 +164,7 @@ def _dtypes(policy: MixedPrecision | None, dtype: torch.dtype) -> set[torch.dtyp
     train_on(module, opt, range(1))
     masters = {master.dtype for master in opt.shards.masters().values()}
     moments = {state["exp_avg"].dtype for state in opt.optim.state.values()}
-    grads = {lane.shard.dtype for lane in opt.mode.pipeline.gradients.lanes}  # type: ignore[attr-defined]
+    grads = {lane.like.dtype for lane in opt.mode.pipeline.gradients.lanes}  # type: ignore[attr-defined]
     assert moments == grads
     assert masters <= moments
     assert {param.dtype for param in module.parameters()} == {dtype}

@@ -284,18 +284,12 @@ def _device_bytes() -> float:
         opt.zero_grad()
     torch.cuda.synchronize()
     gradients: Any = opt.mode.pipeline.gradients
-    own = {lane.shard.data_ptr() for lane in gradients.lanes}
-    pooled = {
-        lane.buffer.untyped_storage().data_ptr(): lane.buffer.untyped_storage().nbytes()
-        for lane in gradients.lanes
-        if lane.buffer.data_ptr() not in own
-    }
-    return (torch.cuda.memory_allocated() - before - sum(pooled.values())) / numel
+    return (torch.cuda.memory_allocated() - before - gradients.lanes.pool_nbytes) / numel
 
 
-def test_memory_on_the_device_is_2_bytes_and_16_divided_by_the_ranks() -> None:
-    assert run_ranks(_device_bytes, 1, backend="nccl") == [pytest.approx(2 + 16, rel=0.02)]
-    assert run_ranks(_device_bytes, 2) == [pytest.approx(2 + 16 / 2, rel=0.02)] * 2
+def test_memory_between_steps_is_2_bytes_and_12_divided_by_the_ranks() -> None:
+    assert run_ranks(_device_bytes, 1, backend="nccl") == [pytest.approx(2 + 12, rel=0.02)]
+    assert run_ranks(_device_bytes, 2) == [pytest.approx(2 + 12 / 2, rel=0.02)] * 2
 
 
 def _bytes_left(mode: str) -> list[int]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from shardstep.comm.works import Launched, Operation, Work
+from shardstep.plan.plan import MAX_BUCKET_BYTES
 
 
 @dataclass(slots=True)
@@ -31,6 +32,13 @@ class Ledger:
 class Comm(Protocol):
     """Communication among the ranks of one group.
 
+    Attributes:
+        group: the process group; None for a single rank without one.
+        group_rank: this rank in it.
+        world_size: the number of ranks.
+        ledger: calls made and bytes sent.
+        min_bucket_bytes: the smallest bucket that is worth a launch of its own.
+
     Every rank of the group calls the same methods in the same order, except for `send` and
     `receive`. A launched operation needs no further help from its rank: the other ranks can finish
     theirs before this one waits.
@@ -40,6 +48,7 @@ class Comm(Protocol):
     group_rank: int
     world_size: int
     ledger: Ledger
+    min_bucket_bytes: int
 
     def all_gather(
         self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation = Operation.GATHER
@@ -93,6 +102,7 @@ class SoloComm(Comm):
         self.group_rank = 0
         self.world_size = 1
         self.ledger = Ledger()
+        self.min_bucket_bytes = MAX_BUCKET_BYTES
 
     @override
     def all_gather(

@@ -21,6 +21,7 @@ from shardstep.comm.api import NOTHING_TO_DO, Comm, Ledger, SoloComm, all_gather
 from shardstep.comm.collectives import Collectives, backend_name, backend_of
 from shardstep.comm.gloo import ERROR_NBYTES, TAGS, Exchange
 from shardstep.comm.works import Launched, Operation, Work, naming
+from shardstep.plan.plan import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
 
 DIRECT = TAGS.start - 1
 """The tag of `send` and `receive`: neither a user's tag nor an exchange's."""
@@ -56,6 +57,15 @@ class GroupComm(Comm):
         self._origin = origin or group
         self._exchange = Exchange(group, downwards or group)
         self._collectives = Collectives(group)
+
+    @property
+    def min_bucket_bytes(self) -> int:  # type: ignore[override]
+        """The smallest bucket that is worth a launch of its own.
+
+        Over Gloo a message costs little. Launching a collective costs as much as some MiB.
+        """
+        wire_device = self._wire_device(self._devices[0] if self._devices else CPU)
+        return MIN_BUCKET_BYTES if self._exchanges(wire_device) else MAX_BUCKET_BYTES
 
     @override
     def all_gather(

@@ -54,6 +54,9 @@ class Feeder:
     ends_with_backward = True
     """True if a round ends with the backward pass that it began in; if not, the step ends it."""
 
+    lends_memory = False
+    """True if `free_memory` has room for this rank's part of every reduced gradient."""
+
     def attach(self, reducer: Reducer) -> None:
         """Feed `reducer` from now on."""
         self._params = reducer.params
@@ -101,6 +104,10 @@ class Feeder:
     def take(self, params: Sequence[int]) -> list[torch.Tensor | None]:
         """Return this rank's gradients to be sent, and forget them here."""
         raise NotImplementedError
+
+    def free_memory(self, param: int) -> torch.Tensor | None:
+        """Return memory for the reduced gradient of a parameter, to be used after it was sent."""
+        return None
 
     def before_collect(self, in_round: bool) -> None:
         """Note that the gradients are about to be collected."""
@@ -218,18 +225,23 @@ class DDPFeeder(Feeder):
     # bucket. The step at the end of the outer pass ends the round.
     ends_with_backward = False
 
+    # DDP keeps its buckets for the next backward pass.
+    lends_memory = True
+
     def attach(self, reducer: Reducer) -> None:
         """Feed `reducer` with what is given to `offer`."""
         super().attach(reducer)
         self._offered: dict[int, torch.Tensor] = {}
+        self._places: dict[int, torch.Tensor] = {}
 
     def offer(self, param: int, grad: torch.Tensor) -> None:
-        """Take one parameter's gradient, which has to stay valid until the end of backward."""
+        """Take one parameter's gradient; its memory is ours until the next backward pass."""
         reducer = self._reducer()
         assert reducer is not None
         # DDP fills in zeros for a parameter that this pass did not use, and for all parameters of
         # a joined rank, where the placeholders of its last step are left over.
         local = self._params[param].grad
+        self._places[param] = grad
         if local is not None and not isinstance(local, ShardedGrad):
             self._offered[param] = grad
         reducer.arrived(param)
@@ -245,7 +257,12 @@ class DDPFeeder(Feeder):
         for index in params:
             reducer.forget(index)
             self._placeholders[index].take_incoming()
+            self._places.pop(index, None)
         return [self._offered.pop(index, None) for index in params]
+
+    @override
+    def free_memory(self, param: int) -> torch.Tensor | None:
+        return self._places.get(param)
 
     @override
     def before_collect(self, in_round: bool) -> None:

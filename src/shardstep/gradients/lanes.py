@@ -7,14 +7,41 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from shardstep.comm import Comm, Operation, Work
 from shardstep.comm.spans import span
 from shardstep.gradients.feeders import Feeder
 from shardstep.gradients.used import UsedParams
 from shardstep.params.sharded_params import ShardedParams
-from shardstep.plan import POOL, Bucket, Interval, Piece, ShardPlan, pool_sizes
+from shardstep.params.storage import flat
+from shardstep.plan import (
+    POOL,
+    Bucket,
+    Interval,
+    Message,
+    Piece,
+    ShardPlan,
+    messages_of,
+    pool_sizes,
+)
 from shardstep.precision import MixedPrecision
+
+
+@dataclass(slots=True)
+class _Packing:
+    """A message, and the places of its gradients.
+
+    Attributes:
+        message: the part of the bucket that it carries.
+        buffer: where gradients are packed, in the wire dtype; every POOL-th message shares it.
+        parts: of each gradient its number in the lane, the elements that travel here (None for
+            all), and their place in `buffer`.
+    """
+
+    message: Message
+    buffer: torch.Tensor
+    parts: list[tuple[int, slice | None, torch.Tensor]]
 
 
 @dataclass(slots=True)
@@ -24,25 +51,33 @@ class Lane:
     Attributes:
         bucket: the bucket.
         params: the numbers of its parameters.
-        buffer: where its gradients are packed, in the wire dtype; every POOL-th bucket shares it.
-        views: each parameter's part of `buffer`, in the parameter's shape.
-        shard: this rank's segment of the reduced gradient, in the dtype that is stepped on.
+        pieces: this rank's pieces of them.
+        like: an empty tensor of the dtype that is stepped on, on the bucket's device.
+        numel: the length of this rank's segment.
+        packings: the messages in which it travels.
+        shard: this rank's segment of the reduced gradient, from the launch until it is cleared.
     """
 
     bucket: Bucket
     params: list[int]
-    buffer: torch.Tensor
-    views: list[torch.Tensor]
-    shard: torch.Tensor
+    pieces: list[Piece]
+    like: torch.Tensor
+    numel: int
+    packings: list[_Packing]
+    shard: torch.Tensor | None = None
+
+    def new_shard(self) -> torch.Tensor:
+        """Return memory for this rank's segment."""
+        return self.like.new_empty(self.numel)
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """A launched bucket: once `work` is done, `arrive` puts the result in its place."""
+    """A message on its way: once `work` is done, `arrive` puts the result in its place."""
 
     bucket: int
     work: Work
-    arrive: Callable[[], None]
+    arrive: Callable[[], None] | None
 
 
 class Lanes:
@@ -53,13 +88,11 @@ class Lanes:
         self._plan = params.plan
         self._lanes = _make_lanes(params.plan, params.params, comm.group_rank, precision)
         self.number_of = {p: number for number, lane in enumerate(self._lanes) for p in lane.params}
-        self.grads = {
-            piece.param: _piece_view(params.plan, self._lanes[self.number_of[piece.param]], piece)
-            for piece in params.shard.pieces
-            if piece.param in self.number_of
-        }
-        """This rank's part of the reduced gradient of each parameter."""
+        self._pieces = {piece.param: piece for lane in self._lanes for piece in lane.pieces}
+        # Reduced gradients that lie elsewhere than in the shard of their lane.
+        self._elsewhere: dict[int, torch.Tensor] = {}
         self._in_flight: deque[_InFlight] = deque()
+        self.pool_nbytes = sum(pool_sizes(params.plan, precision).values())
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -73,72 +106,121 @@ class Lanes:
         return [len(lane.params) for lane in self._lanes]
 
     @property
+    def held(self) -> set[int]:
+        """The parameters of which this rank has a piece."""
+        return set(self._pieces)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all shards and buffers, shared ones counted once."""
-        tensors = [tensor for lane in self._lanes for tensor in (lane.buffer, lane.shard)]
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        """Bytes of all shards."""
+        return sum(lane.numel * lane.like.itemsize for lane in self._lanes)
 
     @property
     def norm_dtype(self) -> torch.dtype:
         """The dtype in which the norm of all gradients is computed."""
-        dtypes = {lane.shard.dtype.to_real() for lane in self._lanes}
+        dtypes = {lane.like.dtype.to_real() for lane in self._lanes}
         return torch.float64 if torch.float64 in dtypes else torch.float32
+
+    def grad(self, param: int) -> torch.Tensor | None:
+        """Return this rank's part of a reduced gradient; None if it has none."""
+        if param in self._elsewhere:
+            return self._elsewhere[param]
+        lane = self._lanes[self.number_of[param]]
+        piece = self._pieces.get(param)
+        return None if lane.shard is None or piece is None else self._view(lane, lane.shard, piece)
+
+    def _view(self, lane: Lane, shard: torch.Tensor, piece: Piece) -> torch.Tensor:
+        start = piece.bucket_offset - lane.bucket.segment(piece.group_rank).start
+        if piece.entire:
+            spec = self._plan.specs[piece.param]
+            return shard.as_strided(spec.shape, spec.stride, start)
+        return shard[start : start + piece.param_interval.numel]
 
     def launch(self, number: int, feeder: Feeder, used: UsedParams) -> None:
         """Pack a bucket and launch its reduce-scatter. Called on every rank."""
         lane = self._lanes[number]
         with span("reduce", lane.bucket.index):
-            self._launch(lane, feeder, used)
+            kept = feeder.kept(lane.params)
+            memory = [feeder.free_memory(piece.param) for piece in lane.pieces]
+            grads = feeder.take(lane.params)
+            used.add(i for i, grad in zip(lane.params, grads, strict=True) if grad is not None)
+            self._send(lane, list(map(_dense, grads)), kept, memory)
 
-    def _launch(self, lane: Lane, feeder: Feeder, used: UsedParams) -> None:
-        while len(self._in_flight) >= POOL:
-            self._wait_for_oldest()
-        kept = feeder.kept(lane.params)
-        buffer, views, out = lane.buffer, lane.views, lane.shard
-        if kept:
-            out = torch.empty_like(lane.shard)
-            if buffer is lane.shard:
-                buffer, views = out, _param_views(self._plan, lane.bucket, out)
-        grads = feeder.take(lane.params)
-        used.add(i for i, grad in zip(lane.params, grads, strict=True) if grad is not None)
-        self._pack(grads, views, buffer)
+    def _send(
+        self,
+        lane: Lane,
+        grads: Sequence[torch.Tensor | None],
+        kept: set[int],
+        memory: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Send the gradients of a bucket; add them to those of `kept` parameters.
+
+        `memory` has room for the gradients of this rank's pieces, once they were sent.
+        """
+        if lane.shard is None:
+            kept, lane.shard = set(), lane.new_shard()
+            for piece in lane.pieces:
+                self._elsewhere.pop(piece.param, None)
+        held = lane.shard
+        out = lane.new_shard() if kept else held
 
         def arrive() -> None:
-            if out is not lane.shard:
+            if kept:
                 self.clear(index for index in lane.params if index not in kept)
-                lane.shard.add_(out)
+                held.add_(out)
+            else:
+                self._move(lane, memory)
 
-        work = self._comm.reduce_scatter(buffer, lane.bucket.cuts, out)
-        self._in_flight.append(_InFlight(lane.bucket.index, work, arrive))
+        last = lane.packings[-1]
+        for packing in lane.packings:
+            while len(self._in_flight) >= POOL:
+                self._wait_for_oldest()
+            self._pack(lane, grads, packing)
+            message = packing.message
+            target = out[message.own(self._comm.group_rank).slice]
+            work = self._comm.reduce_scatter(packing.buffer, message.cuts, target)
+            end = arrive if packing is last else None
+            self._in_flight.append(_InFlight(lane.bucket.index, work, end))
+
+    def _move(self, lane: Lane, memory: Sequence[torch.Tensor | None]) -> None:
+        """Move this rank's reduced gradients to `memory`, if there is room for all of them."""
+        assert lane.shard is not None
+        places = [place for place in memory if place is not None]
+        if len(places) < len(memory) or any(p.dtype != lane.like.dtype for p in places):
+            return
+        for piece, place in zip(lane.pieces, places, strict=True):
+            own = place if piece.entire else flat(place)[piece.param_interval.slice]
+            self._elsewhere[piece.param] = own.copy_(self._view(lane, lane.shard, piece))
+        lane.shard = None
 
     def launch_zeros(self, first: int = 0) -> list[Work]:
         """Launch these buckets with zeros and drop the result; nothing waits for another rank."""
         return [
             self._comm.reduce_scatter(
-                torch.zeros_like(lane.buffer), lane.bucket.cuts, torch.empty_like(lane.shard)
+                torch.zeros_like(packing.buffer),
+                packing.message.cuts,
+                lane.new_shard()[packing.message.own(self._comm.group_rank).slice],
             )
             for lane in self._lanes[first:]
+            for packing in lane.packings
         ]
 
     @torch.no_grad()
-    def _pack(
-        self,
-        grads: Sequence[torch.Tensor | None],
-        views: Sequence[torch.Tensor],
-        buffer: torch.Tensor,
-    ) -> None:
-        """Copy the gradients of a bucket into its buffer, scaled by 1/N and rounded once."""
+    def _pack(self, lane: Lane, grads: Sequence[torch.Tensor | None], packing: _Packing) -> None:
+        """Copy gradients into the buffer of a message, scaled by 1/N and rounded once."""
         scale = 1.0 / self._comm.world_size
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
-        for grad, view in zip(grads, views, strict=True):
+        for number, elements, view in packing.parts:
+            grad = grads[number]
             if grad is None:
                 view.zero_()
-            else:
-                sources.append(grad if grad.layout is torch.strided else grad.to_dense())
-                targets.append(view)
-        if any(grad.itemsize > buffer.itemsize for grad in sources):
+                continue
+            if elements is not None:
+                grad = flat(grad, self._plan.specs[lane.params[number]].stride)[elements]
+            sources.append(grad)
+            targets.append(view)
+        if any(grad.itemsize > packing.buffer.itemsize for grad in sources):
             for grad, view in zip(sources, targets, strict=True):
                 view.copy_(grad * scale if grad.itemsize > view.itemsize else grad)
                 if grad.itemsize <= view.itemsize:
@@ -146,26 +228,33 @@ class Lanes:
         else:
             if sources:
                 torch._foreach_copy_(targets, sources)
-            if scale != 1.0:
-                buffer.mul_(scale)  # one kernel for the bucket, padding included
+            packing.buffer.mul_(scale)  # one kernel for the message, padding included
 
     def _wait_for_oldest(self) -> None:
         oldest = self._in_flight[0]
         with span("wait for reduce", oldest.bucket):
             oldest.work.wait()
         self._in_flight.popleft()
-        oldest.arrive()
+        if oldest.arrive is not None:
+            oldest.arrive()
 
     def wait(self) -> None:
-        """Wait for every bucket in flight."""
+        """Wait for every message in flight."""
         while self._in_flight:
             self._wait_for_oldest()
 
     def clear(self, params: Iterable[int]) -> None:
         """Set this rank's part of these reduced gradients to zero."""
         for index in params:
-            if index in self.grads:
-                self.grads[index].zero_()
+            grad = self.grad(index)
+            if grad is not None:
+                grad.zero_()
+
+    def drop(self) -> None:
+        """Free the reduced gradients."""
+        self._elsewhere.clear()
+        for lane in self._lanes:
+            lane.shard = None
 
     def gather_full(self, param: int) -> torch.Tensor:
         """Return the whole reduced gradient of one parameter. Called on every rank."""
@@ -177,55 +266,94 @@ class Lanes:
         for group_rank in range(self._comm.world_size):
             held = here.intersect(lane.bucket.segment(group_rank))
             cuts.append(max(cuts[-1], held.stop - here.start if held.numel else 0))
-        whole = torch.zeros(slot.numel, dtype=lane.shard.dtype, device=lane.shard.device)
+        whole = lane.like.new_zeros(slot.numel)
         own = whole[cuts[self._comm.group_rank] : cuts[self._comm.group_rank + 1]]
-        if own.numel():
-            own.copy_(self.grads[param].detach().as_strided((own.numel(),), (1,)))
+        grad = self.grad(param)
+        if grad is not None and own.numel():
+            own.copy_(flat(grad, spec.stride if self._pieces[param].entire else None))
         self._comm.all_gather(whole, cuts, Operation.FULL).wait()
         return whole.as_strided(spec.shape, spec.stride)
+
+
+class SoloLanes(Lanes):
+    """The lanes of a single rank: nothing travels, and gradients are kept as they are."""
+
+    @override
+    def _send(
+        self,
+        lane: Lane,
+        grads: Sequence[torch.Tensor | None],
+        kept: set[int],
+        memory: Sequence[torch.Tensor | None],
+    ) -> None:
+        for param, grad in zip(lane.params, grads, strict=True):
+            held = self._elsewhere.get(param) if param in kept else None
+            if grad is None:
+                if held is None:
+                    self._elsewhere.pop(param, None)
+            elif held is None:
+                self._elsewhere[param] = grad.detach().to(lane.like.dtype)
+            else:
+                held.add_(grad)
+
+    @override
+    def launch_zeros(self, first: int = 0) -> list[Work]:
+        return []
+
+
+def lanes(comm: Comm, params: ShardedParams, precision: MixedPrecision) -> Lanes:
+    """Return the lanes for the ranks of `comm`."""
+    return (Lanes if comm.world_size > 1 else SoloLanes)(comm, params, precision)
 
 
 def _make_lanes(
     plan: ShardPlan, params: Sequence[torch.Tensor], group_rank: int, precision: MixedPrecision
 ) -> list[Lane]:
     """Return a lane per training bucket, in the order in which backward fills them."""
-    order = list(reversed(plan.training_buckets))
-    devices = [params[bucket.slots[0].param].device for bucket in order]
-    # Every POOL-th bucket of a device shares a buffer, which is as long as its longest.
     sizes = pool_sizes(plan, precision)
     pool: dict[tuple[str, int], torch.Tensor] = {}
     lanes: list[Lane] = []
-    for number, (bucket, device) in enumerate(zip(order, devices, strict=True)):
-        place = (bucket.device, number % POOL)
-        numel = bucket.segment(group_rank).numel
-        shard = torch.zeros(numel, dtype=precision.step_dtype(bucket.dtype), device=device)
-        if plan.world_size == 1:
-            buffer = shard  # nothing travels: gradients are packed where they are kept
-        else:
+    number = 0
+    for bucket in reversed(plan.training_buckets):
+        device = params[bucket.slots[0].param].device
+        wire = precision.wire_dtype(bucket.dtype)
+        packings = []
+        for message in messages_of(bucket, wire.itemsize) if plan.world_size > 1 else ():
+            # Every POOL-th message of a device shares a buffer, which is as long as its longest.
+            place = (bucket.device, number % POOL)
             if place not in pool:
                 pool[place] = torch.zeros(sizes[place], dtype=torch.uint8, device=device)
-            wire = precision.wire_dtype(bucket.dtype)
-            buffer = pool[place][: bucket.numel * wire.itemsize].view(wire)
-        members = [slot.param for slot in bucket.slots]
-        lanes.append(Lane(bucket, members, buffer, _param_views(plan, bucket, buffer), shard))
+            buffer = pool[place][: message.numel * wire.itemsize].view(wire)
+            packings.append(_Packing(message, buffer, _parts(plan, message, buffer)))
+            number += 1
+        lanes.append(
+            Lane(
+                bucket,
+                [slot.param for slot in bucket.slots],
+                list(bucket.pieces(group_rank)),
+                torch.empty(0, dtype=precision.step_dtype(bucket.dtype), device=device),
+                bucket.segment(group_rank).numel,
+                packings,
+            )
+        )
     return lanes
 
 
-def _param_views(plan: ShardPlan, bucket: Bucket, buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Return each parameter's part of `buffer`, in the parameter's shape and strides."""
-    start = buffer.storage_offset()
+def _parts(
+    plan: ShardPlan, message: Message, buffer: torch.Tensor
+) -> list[tuple[int, slice | None, torch.Tensor]]:
+    """Return the gradients that travel in a message, and their places in `buffer`."""
+    if message.numel < message.bucket.numel:
+        return [
+            (number, elements.slice, buffer[offset : offset + elements.numel])
+            for number, elements, offset in message.parts()
+        ]
+    specs = [plan.specs[slot.param] for slot in message.bucket.slots]
     return [
-        buffer.as_strided(
-            plan.specs[slot.param].shape, plan.specs[slot.param].stride, start + slot.bucket_offset
-        )
-        for slot in bucket.slots
+        (number, None, buffer.as_strided(spec.shape, spec.stride, slot.bucket_offset))
+        for number, (slot, spec) in enumerate(zip(message.bucket.slots, specs, strict=True))
     ]
 
 
-def _piece_view(plan: ShardPlan, lane: Lane, piece: Piece) -> torch.Tensor:
-    """Return the part of the lane's shard that belongs to `piece`."""
-    start = piece.bucket_offset - lane.bucket.segment(piece.group_rank).start
-    if piece.entire:
-        spec = plan.specs[piece.param]
-        return lane.shard.as_strided(spec.shape, spec.stride, start)
-    return lane.shard[start : start + piece.param_interval.numel]
+def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()

@@ -23,7 +23,7 @@ from typing_extensions import override
 from shardstep.comm import Comm
 from shardstep.gradients.base import at_end_of_backward
 from shardstep.gradients.feeders import Announce, Feeder
-from shardstep.gradients.lanes import Lanes
+from shardstep.gradients.lanes import lanes
 from shardstep.gradients.scaling import ShardScaling
 from shardstep.gradients.sharded_grad import ShardedGrad
 from shardstep.gradients.used import Notes, OutOfStepError, UsedParams
@@ -94,7 +94,7 @@ class GradReducer(ShardScaling):
             )
             for index in self.trained
         }
-        self.lanes = Lanes(comm, params, precision)
+        self.lanes = lanes(comm, params, precision)
         device = self.params[self.trained[0]].device if self.trained else torch.device("cpu")
         self._used = UsedParams(comm, self.trained, device, notes)
         self._phase = Phase.OWED
@@ -109,7 +109,8 @@ class GradReducer(ShardScaling):
     @property
     @override
     def nbytes(self) -> int:
-        return self.lanes.nbytes
+        shards = 0 if self._feeder.lends_memory else self.lanes.nbytes
+        return self.lanes.pool_nbytes + shards
 
     # ---------------------------------------------------------------------------------- a round
 
@@ -254,9 +255,9 @@ class GradReducer(ShardScaling):
                 self.shadow_round()
                 grads = self._feeder.gradients()
             self.lanes.wait()
-            used = self._used.among(set(self.lanes.grads))
+            used = self._used.among(self.lanes.held)
             for param, tensor in self._pieces:
-                tensor.grad = self.lanes.grads[param] if param in used else None
+                tensor.grad = self.lanes.grad(param) if param in used else None
             if not self._paused:
                 self._phase = Phase.COLLECTED
             if self._used.nowhere():
@@ -334,6 +335,7 @@ class GradReducer(ShardScaling):
         self._feeder.clear()
         for _, tensor in self._pieces:
             tensor.grad = None
+        self.lanes.drop()
         self._forget_all()
 
     def _forget_all(self) -> None:

@@ -76,7 +76,7 @@ class InsideDDP(Mode):
         return OverlappedGather(self.gather_comm, params, self._module)
 
     def offer(self, param: int, grad: torch.Tensor) -> None:
-        """Take one parameter's gradient from DDP; it has to stay valid until backward ends."""
+        """Take one parameter's gradient, whose memory DDP leaves alone until the next backward."""
         self._feeder.offer(param, grad)
 
     # ----------------------------------------------------------------------------------- the step

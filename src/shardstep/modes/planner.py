@@ -22,7 +22,7 @@ from shardstep.params.dtensor import describe_part, refuse_dtensors
 from shardstep.params.inputs import describe, describe_options, parameters
 from shardstep.params.sharded_params import ShardedParams
 from shardstep.params.stochastic_rounding import StochasticRounding
-from shardstep.plan import ParamSpec, ShardPlan, share
+from shardstep.plan import ParamSpec, ShardPlan, default_bucket_bytes, share
 from shardstep.precision import MixedPrecision, widened
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Settings:
         recipe: the optimizer class and its options.
         layout: the layout asked for.
         layouts: finds the layout of each group.
-        bucket_bytes: the size of a bucket; None for the plan's default.
+        bucket_bytes: the size of a bucket; None for the default of the backend.
         precision: the precision policy.
     """
 
@@ -88,7 +88,10 @@ class Planner:
         """Plan for the parameters as they are now."""
         specs = self.specs()
         settings = self.settings
-        plan = ShardPlan.make(specs, self._comm.world_size, bucket_bytes=settings.bucket_bytes)
+        bucket_bytes = settings.bucket_bytes
+        if bucket_bytes is None:
+            bucket_bytes = default_bucket_bytes(specs, self._comm.min_bucket_bytes)
+        plan = ShardPlan.make(specs, self._comm.world_size, bucket_bytes=bucket_bytes)
         head = [f"layout={settings.layout!r}, bucket_bytes={settings.bucket_bytes}"]
         for param, spec in zip(parameters(self.groups), specs, strict=True):
             head += describe_part(param, spec.name)

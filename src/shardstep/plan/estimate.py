@@ -10,12 +10,9 @@ from typing import Protocol
 
 import torch
 
+from shardstep.plan.messages import POOL, messages_of
 from shardstep.plan.placement import Bucket, aligned
 from shardstep.plan.plan import ShardPlan
-
-POOL = 4
-"""Number of gradient buckets in flight at once. A full pool holds backward up until the oldest
-arrives: that bounds the memory and keeps the wire busy."""
 
 
 class DtypePolicy(Protocol):
@@ -156,14 +153,17 @@ def _holdings(bucket: Bucket) -> Iterator[tuple[int, int, int, int]]:
 
 
 def pool_sizes(plan: ShardPlan, policy: DtypePolicy) -> dict[tuple[str, int], int]:
-    """Return the bytes of the gradient buffers that buckets share, by device and place.
+    """Return the bytes of the buffers that gradients are packed into, by device and place.
 
-    Buckets take the places in turn, in the order of backward. A buffer is as long as its longest
-    bucket.
+    Messages take the places in turn, in the order of backward. A buffer is as long as its longest
+    message. A single rank needs none.
     """
     sizes: dict[tuple[str, int], int] = {}
-    for number, bucket in enumerate(reversed(plan.training_buckets)):
-        place = (bucket.device, number % POOL)
-        nbytes = bucket.numel * policy.wire_dtype(bucket.dtype).itemsize
-        sizes[place] = max(sizes.get(place, 0), nbytes)
+    number = 0
+    for bucket in reversed(plan.training_buckets) if plan.world_size > 1 else ():
+        itemsize = policy.wire_dtype(bucket.dtype).itemsize
+        for message in messages_of(bucket, itemsize):
+            place = (bucket.device, number % POOL)
+            sizes[place] = max(sizes.get(place, 0), message.numel * itemsize)
+            number += 1
     return sizes

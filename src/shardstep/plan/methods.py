@@ -69,7 +69,7 @@ class Job:
             plan,
             parameters=self._frozen + sum(bucket.nbytes for bucket in plan.training_buckets),
             gradients=lambda share: share.gradient_nbytes,
-            buffers=sum(pool_sizes(plan, self.policy).values()) if world_size > 1 else 0,
+            buffers=sum(pool_sizes(plan, self.policy).values()),
             reduced=lambda share: share.reduce_nbytes_sent,
         )
 

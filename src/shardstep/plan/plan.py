@@ -17,10 +17,13 @@ MIN_BUCKET_BYTES = 2**20
 MAX_BUCKET_BYTES = 25 * 2**20
 
 
-def default_bucket_bytes(specs: Sequence[ParamSpec]) -> int:
-    """Return a sixteenth of the trainable bytes, within bounds, so that buckets can overlap."""
+def default_bucket_bytes(specs: Sequence[ParamSpec], least: int = MIN_BUCKET_BYTES) -> int:
+    """Return a sixteenth of the trainable bytes, so that buckets can overlap.
+
+    It is at least `least`, which depends on what a launch costs, and at most 25 MiB.
+    """
     trainable = sum(spec.nbytes for spec in specs if spec.trainable)
-    return min(max(trainable // 16, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
+    return min(max(trainable // 16, least), MAX_BUCKET_BYTES)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+"""The messages in which a bucket's gradients travel.
+
+A bucket that is longer than a message, such as one with a large embedding, travels in several: each
+has the same stretch of every rank's segment. So a large parameter does not set the size of the
+buffers that gradients are packed into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from shardstep.plan.interval import Interval
+from shardstep.plan.placement import ALIGNMENT, MIN_SEGMENT_UNITS, Bucket
+
+MAX_MESSAGE_BYTES = 25 * 2**20
+"""The longest message, unless that leaves each of many ranks with very little."""
+
+POOL = 4
+"""Number of messages in flight at once. A full pool holds backward up until the oldest arrives:
+that bounds the memory and keeps the wire busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The elements `stretch` of every segment of a bucket, end to end.
+
+    `cuts` are the `world_size + 1` bounds of the ranks' parts in the message.
+    """
+
+    bucket: Bucket
+    stretch: Interval
+    cuts: Sequence[int]
+
+    @property
+    def numel(self) -> int:
+        """Length of the message, including padding."""
+        return self.cuts[-1]
+
+    def own(self, group_rank: int) -> Interval:
+        """Return the part of `group_rank`'s segment that this message brings."""
+        segment = self.bucket.segment(group_rank)
+        return self.stretch.intersect(Interval(0, segment.numel))
+
+    def parts(self) -> Iterator[tuple[int, Interval, int]]:
+        """Yield the number of each slot, its elements here, and their offset here."""
+        for group_rank, (start, stop) in enumerate(pairwise(self.cuts)):
+            first = self.bucket.cuts[group_rank] + self.stretch.start
+            here = Interval(first, first + stop - start)
+            for number, slot in enumerate(self.bucket.slots):
+                held = Interval(slot.bucket_offset, slot.bucket_offset + slot.numel).intersect(here)
+                if held.numel:
+                    yield number, held.shift(-slot.bucket_offset), start + held.start - first
+
+
+def messages_of(bucket: Bucket, itemsize: int) -> list[Message]:
+    """Divide a bucket into messages; `itemsize` is that of an element on the wire."""
+    world_size = len(bucket.cuts) - 1
+    floor = world_size * ALIGNMENT * MIN_SEGMENT_UNITS
+    count = -(-bucket.numel // max(floor, MAX_MESSAGE_BYTES // itemsize))
+    if count <= 1:
+        return [Message(bucket, Interval(0, bucket.numel), bucket.cuts)]
+    lengths = [stop - start for start, stop in pairwise(bucket.cuts)]
+    longest = max(lengths)
+    step = -(-longest // (count * ALIGNMENT)) * ALIGNMENT
+    found = []
+    for start in range(0, longest, step):
+        stretch = Interval(start, min(start + step, longest))
+        if bucket.even:
+            cuts: Sequence[int] = range(0, world_size * stretch.numel + 1, stretch.numel)
+        else:
+            held = (min(length, stretch.stop) - min(length, start) for length in lengths)
+            cuts = tuple(accumulate(held, initial=0))
+        found.append(Message(bucket, stretch, cuts))
+    return found

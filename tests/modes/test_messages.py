@@ -1,0 +1,81 @@
+"""A bucket that is longer than a message travels in several, with the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import graphs  # noqa: F401  # the scenarios
+import loops  # noqa: F401
+import pytest
+from ddp_ways import overlapping
+from memory import held_memory
+from models import ADAMW, MLP, MLP_PROBLEM, noise, rank, train, with_zero
+from ranks import run_ranks
+from scenarios import MODULE, compared
+
+from shardstep.plan import messages
+
+SHORT: dict[str, Any] = {"MAX_MESSAGE_BYTES": 4096, "MIN_SEGMENT_UNITS": 1}
+
+
+def _shorten() -> None:
+    for name, value in SHORT.items():
+        setattr(messages, name, value)
+
+
+def _equal_ddp(name: str) -> tuple[list[str], int, int]:
+    _shorten()
+    found = compared([name], modes=[*MODULE, "register"])
+    zero = with_zero(MLP_PROBLEM.fresh(), ADAMW, layout="whole", bucket_bytes=2**20)
+    lanes: Any = zero.opt.mode.pipeline.gradients.lanes
+    numels = [each.message.numel for lane in lanes for each in lane.packings]
+    return found, len(numels) // len(lanes), max(numels)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("accumulate_with_no_sync", 2),
+        ("every_model", 2),
+        ("unused_parameters_with_no_sync", 3),
+    ],
+)
+def test_many_messages_for_a_bucket_make_no_difference(name: str, world_size: int) -> None:
+    for found, per_bucket, longest in run_ranks(_equal_ddp, world_size, name):
+        assert found == []
+        assert per_bucket > 2
+        assert longest <= 2 * SHORT["MAX_MESSAGE_BYTES"] // 4
+
+
+def _with_large_parameter(embedding: bool) -> int:
+    module = MLP(width=192, depth=8)
+    if embedding:
+        module.table = MLP(width=2048, depth=1)
+    _shorten()
+    zero = with_zero(module, ADAMW, bucket_bytes=2**16)
+    return int(zero.opt.mode.pipeline.gradients.lanes.pool_nbytes)  # type: ignore[attr-defined]
+
+
+def test_a_large_parameter_does_not_set_the_size_of_the_pool() -> None:
+    for embedding in (False, True):
+        for nbytes in run_ranks(_with_large_parameter, 2, embedding):
+            assert nbytes <= 4 * 1.1 * SHORT["MAX_MESSAGE_BYTES"]
+
+
+def _memory_under_register() -> tuple[int, int]:
+    module = MLP(width=192, depth=16)
+    setup = overlapping("register", module, ADAMW, gradient_as_bucket_view=True)
+    train(setup, MLP_PROBLEM, range(3))
+    resting = sum(held_memory().values())
+    setup.model(noise(rank(), 4, 16)).square().mean().backward()
+    lanes: Any = setup.opt.mode.pipeline.gradients.lanes
+    grads = [lanes.grad(param) for param in lanes.held]
+    grown = sum(held_memory().values()) - resting
+    return grown, sum(lane.shard is not None for lane in lanes) + sum(g is None for g in grads)
+
+
+def test_register_keeps_reduced_gradients_in_the_buckets_of_ddp() -> None:
+    psi = sum(param.nbytes for param in MLP(width=192, depth=16).parameters())
+    for grown, in_shards in run_ranks(_memory_under_register, 2, fresh=True):
+        assert in_shards == 0
+        assert grown <= 1.05 * psi  # DDP's buckets, which nothing showed to Python before
