@@ -53,7 +53,10 @@ def exchange_rows(comm: Comm, own: bytes, device: torch.device) -> tuple[Work, t
         The work, and the bytes of all ranks once it is done, one row each.
     """
     rows = torch.zeros(comm.world_size, len(own), dtype=torch.uint8, device=device)
-    rows[comm.group_rank].copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    source = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    if device.type != "cpu":
+        source = source.pin_memory()  # or the copy would wait for all that the device has to do
+    rows[comm.group_rank].copy_(source, non_blocking=True)
     cuts = range(0, rows.numel() + 1, len(own))
     return comm.all_gather(rows.view(-1), cuts, Operation.USED), rows
 
