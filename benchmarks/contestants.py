@@ -1,6 +1,6 @@
 """The contestants: ways to train the same model on the same batches, by name.
 
-To add one, write a function that takes a model factory and this rank, returns a `Trainee`, and
+To add one, write a function that takes a model factory and a `Setup`, returns a `Trainee`, and
 carries `@contestant(name, description)`. It raises `UnavailableError` where it cannot run here.
 Every rank builds every contestant in the same order, so a builder may make process groups; each
 makes its own, or one contestant's messages would queue behind another's.
@@ -8,10 +8,12 @@ makes its own, or one contestant's messages would queue behind another's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -21,6 +23,8 @@ from torch.optim import Adafactor, AdamW
 import shardstep
 
 LEARNING_RATE = 3e-4
+ADAMW: dict[str, Any] = {"lr": LEARNING_RATE, "fused": True}
+MUON: dict[str, Any] = {"lr": 0.02}
 
 ModelFactory = Callable[[], nn.Module]
 """Makes the model with the same weights each time; `model(x, y)` returns `(logits, loss)`."""
@@ -30,6 +34,54 @@ class UnavailableError(Exception):
     """This contestant cannot run here; the message says why."""
 
 
+@dataclass(frozen=True)
+class Setup:
+    """The options that all contestants share.
+
+    Attributes:
+        device: the type of device that the model is on.
+        muon: Muon for the matrices of the blocks, and AdamW for the rest; else AdamW for all.
+        bucket_bytes: of ours; None for the default.
+    """
+
+    device: str = "cpu"
+    muon: bool = False
+    bucket_bytes: int | None = None
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return parameter groups, each with its `optimizer_class` and its options."""
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, param in model.named_parameters():
+            inner = self.muon and "blocks." in name and param.dim() == 2
+            (matrices if inner else others).append(param)
+        groups = [{"params": others, "optimizer_class": AdamW, **ADAMW}]
+        if matrices:
+            groups.append({"params": matrices, "optimizer_class": torch.optim.Muon, **MUON})
+        return groups
+
+    def optimizer(self, model: nn.Module, make: Callable[..., Any] | None = None) -> Any:
+        """Return an optimizer for each group as one; `make(params, cls, **options)` makes each."""
+        make = make or (lambda params, cls, **options: cls(params, **options))
+        made = [make(g.pop("params"), g.pop("optimizer_class"), **g) for g in self.groups(model)]
+        return made[0] if len(made) == 1 else _Several(made)
+
+
+class _Several:
+    """Optimizers that step one after the other."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = parts
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+
 class Trainee:
     """A model under training in the plain loop: forward, backward, step, clear the gradients.
 
@@ -37,12 +89,20 @@ class Trainee:
         model: what is called, wrapper included.
         optimizer: what is stepped.
         local_optimizer: the one whose state and gradients are this rank's share.
+        compiled: the modules to compile.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, local_optimizer: Any = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        local_optimizer: Any = None,
+        compiled: Sequence[nn.Module] = (),
+    ) -> None:
         self.model: Any = model
         self.optimizer = optimizer
         self.local_optimizer = local_optimizer or getattr(optimizer, "optim", optimizer)
+        self.compiled = compiled or [model]
 
     def step(self, x: Tensor, y: Tensor, after_backward: Callable[[], None] | None = None) -> float:
         """Train on one batch and return this rank's loss. Called on every rank."""
@@ -63,7 +123,7 @@ class Trainee:
         self.optimizer.zero_grad()
 
 
-Build = Callable[[ModelFactory, int], Trainee]
+Build = Callable[[ModelFactory, Setup], Trainee]
 
 
 @dataclass(frozen=True)
@@ -89,72 +149,66 @@ def contestant(name: str, description: str) -> Callable[[Build], Build]:
 
 
 @contestant("ddp", "DistributedDataParallel, fused AdamW")
-def _ddp(make_model: ModelFactory, rank: int) -> Trainee:
-    model = DistributedDataParallel(make_model(), process_group=dist.new_group())
-    return Trainee(model, AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
+def _ddp(make_model: ModelFactory, setup: Setup) -> Trainee:
+    model = _wrapped(make_model(), gradient_as_bucket_view=False)
+    return Trainee(model, setup.optimizer(model))
 
 
 @contestant("ddp-view", "the same, gradient_as_bucket_view=True")
-def _ddp_view(make_model: ModelFactory, rank: int) -> Trainee:
-    group = dist.new_group()
-    model = DistributedDataParallel(make_model(), process_group=group, gradient_as_bucket_view=True)
-    return Trainee(model, AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
+def _ddp_view(make_model: ModelFactory, setup: Setup) -> Trainee:
+    model = _wrapped(make_model())
+    return Trainee(model, setup.optimizer(model))
 
 
 @contestant("torch-zero", "DDP, torch's ZeroRedundancyOptimizer over fused AdamW")
-def _torch_zero(make_model: ModelFactory, rank: int) -> Trainee:
-    return _ddp_with_torch_zero(make_model, parameters_as_bucket_view=False)
+def _torch_zero(make_model: ModelFactory, setup: Setup) -> Trainee:
+    return _ddp_with_torch_zero(make_model, setup, views=False)
 
 
-@contestant("torch-zero-view", "the same, parameters_as_bucket_view=True")
-def _torch_zero_view(make_model: ModelFactory, rank: int) -> Trainee:
-    return _ddp_with_torch_zero(make_model, parameters_as_bucket_view=True)
+@contestant("torch-zero-view", "the same, with bucket views of gradients and parameters")
+def _torch_zero_view(make_model: ModelFactory, setup: Setup) -> Trainee:
+    return _ddp_with_torch_zero(make_model, setup, views=True)
 
 
-def _ddp_with_torch_zero(make_model: ModelFactory, *, parameters_as_bucket_view: bool) -> Trainee:
+def _ddp_with_torch_zero(make_model: ModelFactory, setup: Setup, *, views: bool) -> Trainee:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    group = dist.new_group()
-    model = DistributedDataParallel(make_model(), process_group=group)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(),
-        AdamW,
-        process_group=group,
-        parameters_as_bucket_view=parameters_as_bucket_view,
-        lr=LEARNING_RATE,
-        fused=True,
+    model = _wrapped(make_model(), gradient_as_bucket_view=views)
+    make = partial(
+        ZeroRedundancyOptimizer,
+        process_group=model.process_group,
+        parameters_as_bucket_view=views,
     )
-    return Trainee(model, optimizer)
+    return Trainee(model, setup.optimizer(model, make))
 
 
 @contestant("fsdp2", "fully_shard on blocks and root, reshard_after_forward=False, fused AdamW")
-def _fsdp2(make_model: ModelFactory, rank: int) -> Trainee:
+def _fsdp2(make_model: ModelFactory, setup: Setup) -> Trainee:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     model = make_model()
-    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    mesh = DeviceMesh.from_group(dist.new_group(), setup.device)
     blocks = [m for layers in model.modules() if isinstance(layers, nn.ModuleList) for m in layers]
     for module in [*blocks, model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    return Trainee(model, AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
+    return Trainee(model, setup.optimizer(model), compiled=blocks)
 
 
 @contestant("zero1", "DDP, shardstep's ZeroRedundancyOptimizer over fused AdamW, bucket views")
-def _zero1(make_model: ModelFactory, rank: int) -> Trainee:
-    group = dist.new_group()
-    model = DistributedDataParallel(make_model(), process_group=group)
-    return Trainee(model, _sharded(model, group, parameters_as_bucket_view=True))
+def _zero1(make_model: ModelFactory, setup: Setup) -> Trainee:
+    model = _wrapped(make_model())
+    return Trainee(model, _sharded(model, setup, parameters_as_bucket_view=True))
 
 
 @contestant("zero2", "shardstep's ZeroRedundancyOptimizer with module=model, no DDP")
-def _zero2(make_model: ModelFactory, rank: int) -> Trainee:
+def _zero2(make_model: ModelFactory, setup: Setup) -> Trainee:
     model = make_model()
-    return Trainee(model, _sharded(model, dist.new_group(), module=model))
+    return Trainee(model, _sharded(model, setup, dist.new_group(), module=model))
 
 
 @contestant("whole", "shardstep's ZeroRedundancyOptimizer over Adafactor, which is never cut")
-def _whole(make_model: ModelFactory, rank: int) -> Trainee:
+def _whole(make_model: ModelFactory, setup: Setup) -> Trainee:
     model = make_model()
     optimizer = shardstep.ZeroRedundancyOptimizer(
         model.parameters(),
@@ -167,45 +221,57 @@ def _whole(make_model: ModelFactory, rank: int) -> Trainee:
 
 
 @contestant("hook", "DDP with shardstep's hook_with_zero_step over an all-reduce")
-def _hook(make_model: ModelFactory, rank: int) -> Trainee:
-    return _with_hook(make_model, shardstep.hook_with_zero_step)
+def _hook(make_model: ModelFactory, setup: Setup) -> Trainee:
+    return _with_hook(make_model, setup, shardstep.hook_with_zero_step)
 
 
 @contestant("hook-interleaved", "DDP with shardstep's hook_with_zero_step_interleaved")
-def _hook_interleaved(make_model: ModelFactory, rank: int) -> Trainee:
-    return _with_hook(make_model, shardstep.hook_with_zero_step_interleaved)
+def _hook_interleaved(make_model: ModelFactory, setup: Setup) -> Trainee:
+    return _with_hook(make_model, setup, shardstep.hook_with_zero_step_interleaved)
 
 
 @contestant("register", "DDP with shardstep's register: reduce-scatter in place of the all-reduce")
-def _register(make_model: ModelFactory, rank: int) -> Trainee:
-    group = dist.new_group()
-    model = DistributedDataParallel(make_model(), process_group=group)
-    optimizer = _sharded(model, group, overlap_with_ddp=True)
+def _register(make_model: ModelFactory, setup: Setup) -> Trainee:
+    model = _wrapped(make_model())
+    optimizer = _sharded(model, setup, overlap_with_ddp=True)
     shardstep.register(model, optimizer)
     return Trainee(model, optimizer)
 
 
-def _with_hook(make_model: ModelFactory, make_hook: Callable[..., Any]) -> Trainee:
-    group = dist.new_group()
-    model = DistributedDataParallel(make_model(), process_group=group)
-    optimizer = _sharded(model, group, overlap_with_ddp=True)
-    model.register_comm_hook(group, make_hook(allreduce_hook, model, optimizer))
+def _with_hook(make_model: ModelFactory, setup: Setup, make_hook: Callable[..., Any]) -> Trainee:
+    model = _wrapped(make_model())
+    optimizer = _sharded(model, setup, overlap_with_ddp=True)
+    hook = make_hook(allreduce_hook, model, optimizer)
+    model.register_comm_hook(model.process_group, hook)
     return Trainee(model, optimizer)
 
 
-def _sharded(model: nn.Module, group: Any, **options: Any) -> Any:
+def _wrapped(model: nn.Module, *, gradient_as_bucket_view: bool = True) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        model,
+        process_group=dist.new_group(),
+        gradient_as_bucket_view=gradient_as_bucket_view,
+    )
+
+
+def _sharded(model: Any, setup: Setup, group: Any = None, **options: Any) -> Any:
     return shardstep.ZeroRedundancyOptimizer(
-        model.parameters(), AdamW, process_group=group, lr=LEARNING_RATE, fused=True, **options
+        setup.groups(model) if setup.muon else model.parameters(),
+        AdamW,
+        process_group=group or model.process_group,
+        bucket_bytes=setup.bucket_bytes,
+        **ADAMW,
+        **options,
     )
 
 
 @contestant("deepspeed", "DeepSpeed ZeRO-2, AdamW")
-def _deepspeed(make_model: ModelFactory, rank: int) -> Trainee:
+def _deepspeed(make_model: ModelFactory, setup: Setup) -> Trainee:
     return _deepspeed_stage(2, make_model)
 
 
 @contestant("deepspeed-zero1", "DeepSpeed ZeRO-1, AdamW")
-def _deepspeed_zero1(make_model: ModelFactory, rank: int) -> Trainee:
+def _deepspeed_zero1(make_model: ModelFactory, setup: Setup) -> Trainee:
     return _deepspeed_stage(1, make_model)
 
 
@@ -237,7 +303,7 @@ class _EngineTrainee(Trainee):
 
 
 @contestant("fairscale", "fairscale OSS + ShardedDataParallel, fused AdamW")
-def _fairscale(make_model: ModelFactory, rank: int) -> Trainee:
+def _fairscale(make_model: ModelFactory, setup: Setup) -> Trainee:
     try:
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim.oss import OSS

@@ -1,4 +1,4 @@
-"""Draw a result of the hosts benchmark: time per step with its spread, and bytes on the wire."""
+"""Draw a benchmark's result: time per step with its spread, and bytes sent or memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,40 @@ _OURS, _OTHERS, _BASELINE = "#2f6fb2", "#b9bec6", "#6b7280"
 
 def draw(result: dict[str, Any], path: Path) -> bool:
     """Write a PNG to `path`; return False where matplotlib is not installed."""
+    rows = result["contestants"]
+    sent = {name: row["sent_psi"] for name, row in rows.items()}
+    return _draw(rows, sent, "sent per rank and step, in model sizes Ψ", _title(result), path)
+
+
+def draw_runs(result: dict[str, Any], path: Path) -> bool:
+    """Write a PNG of the NCCL benchmark's runs; return False where matplotlib is not installed."""
+    rows = {
+        f"{name}, {run['workload']['world_size']} ranks": row
+        for run in result["runs"]
+        for name, row in run["contestants"].items()
+    }
+    peaks = {name: row["peak_bytes"] / 2**30 for name, row in rows.items()}
+    workload = result["runs"][0]["workload"]
+    machine = f"{result['machine']['gpu']}" if workload["num_gpus"] else "CPU, Gloo"
+    if result["mps"]:
+        machine += ", shared by all ranks with MPS"
+    title = (
+        f"{workload['model']}, {workload['precision']}, "
+        f"{'Muon and AdamW' if workload['muon'] else 'AdamW'}"
+        f"{', compiled' if workload['compiled'] else ''}; {machine}; {result['date'][:10]}"
+    )
+    return bool(rows) and _draw(rows, peaks, "peak memory of a rank, GiB", title, path)
+
+
+def _draw(
+    rows: dict[str, Any], sizes: dict[str, float], size_label: str, title: str, path: Path
+) -> bool:
+    """Draw the time of each row as a bar with its spread, and a bar for its size."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    rows = result["contestants"]
     names = list(rows)
     figure = Figure(figsize=(9, 0.9 + 0.42 * len(names)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -33,21 +61,21 @@ def draw(result: dict[str, Any], path: Path) -> bool:
     left.set_xlim(0, 1.22 * max(time["max"] for time in times))
     for i, name in enumerate(names):
         ratio = rows[name]["ratio_to_ddp"]
-        note = f" {medians[i]:.0f}" + ("" if ratio is None else f"  ({ratio:.2f}×)")
+        note = f" {medians[i]:.{0 if medians[i] > 100 else 1}f}"
+        note += "" if ratio is None else f"  ({ratio:.2f}×)"
         left.text(times[i]["max"], i, note, va="center", fontsize=8)
-    left.set_xlabel("ms per step: median, min to max over rounds")
+    left.set_xlabel("ms per step: median, min to max over rounds; (× DDP)")
 
-    sent = [rows[name]["sent_psi"] for name in names]
-    right.barh(names, sent, color=colors, height=0.65)
-    for i, value in enumerate(sent):
-        right.text(value, i, f" {value:.2f}", va="center", fontsize=8)
-    right.set_xlim(0, 1.2 * max(sent))
-    right.set_xlabel("sent per rank and step, in model sizes Ψ")
+    right.barh(names, [sizes[name] for name in names], color=colors, height=0.65)
+    for i, name in enumerate(names):
+        right.text(sizes[name], i, f" {sizes[name]:.2f}", va="center", fontsize=8)
+    right.set_xlim(0, 1.2 * max(sizes.values()) or 1)
+    right.set_xlabel(size_label)
 
     left.invert_yaxis()
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(_title(result), fontsize=10)
+    figure.suptitle(title, fontsize=10)
     # Metadata would name the versions of the drawing library; the JSON beside says what matters.
     figure.savefig(path, dpi=150, metadata={"Software": None})
     return True
@@ -56,7 +84,7 @@ def draw(result: dict[str, Any], path: Path) -> bool:
 def _color(name: str) -> str:
     if name.startswith(("zero", "hook", "register")):
         return _OURS
-    return _BASELINE if name == "ddp" else _OTHERS
+    return _BASELINE if name.split(",")[0] == "ddp" else _OTHERS
 
 
 def _title(result: dict[str, Any]) -> str:

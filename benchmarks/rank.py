@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import measure
-from contestants import CONTESTANTS, Trainee, UnavailableError
+from contestants import CONTESTANTS, Setup, Trainee, UnavailableError
 from demo_model import GPT, GPT_17M
 
 SEED = 1234
@@ -94,7 +94,7 @@ def run(rank: int, config: dict[str, Any]) -> dict[str, Any]:
     unavailable: dict[str, str] = {}
     for name in config["contestants"]:
         try:
-            trainees[name] = CONTESTANTS[name].build(make_model, rank)
+            trainees[name] = CONTESTANTS[name].build(make_model, Setup())
         except UnavailableError as error:
             unavailable[name] = str(error)
     tracks = {name: Track() for name in trainees}

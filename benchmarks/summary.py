@@ -23,7 +23,7 @@ def summarise(ranks: Sequence[dict[str, Any]], num_steps: int) -> dict[str, dict
         sent = fmean(fmean(track["sent"][1:]) for track in tracks) / num_steps
         losses = [fmean(step) for step in zip(*(t["losses"] for t in tracks), strict=True)]
         rows[name] = {
-            "ms_per_step": _spread(times),
+            "ms_per_step": spread(times),
             "ms_per_step_by_round": [round(t, 3) for t in times],
             "sent_bytes_per_rank_and_step": round(sent),
             "sent_psi": round(sent / psi_bytes, 4),
@@ -32,11 +32,12 @@ def summarise(ranks: Sequence[dict[str, Any]], num_steps: int) -> dict[str, dict
             "final_loss": losses[-1],
             "losses": losses,
         }
-    _compare_with_baseline(rows)
+    compare_with_baseline(rows)
     return rows
 
 
-def _compare_with_baseline(rows: dict[str, dict[str, Any]]) -> None:
+def compare_with_baseline(rows: dict[str, dict[str, Any]]) -> None:
+    """Add to each row its ratios to the baseline, round by round, and how far its losses are."""
     base = rows.get(BASELINE)
     for row in rows.values():
         if base is None:
@@ -56,7 +57,8 @@ def _mean_or_none(values: Sequence[int | None]) -> int | None:
     return round(fmean(known)) if len(known) == len(values) else None
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, quartiles and extremes."""
     p25, middle, p75 = (
         quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     )
@@ -88,13 +90,17 @@ def table(result: dict[str, Any]) -> str:
                 "-" if distance is None else f"{distance:.1e}",
             ]
         )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    text = [
+    text = [f"{name}: unavailable ({why})" for name, why in result["unavailable"].items()]
+    return "\n".join([aligned(lines), *text])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return the cells in columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
         "  ".join(
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in lines
-    ]
-    text += [f"{name}: unavailable ({why})" for name, why in result["unavailable"].items()]
-    return "\n".join(text)
+    )
