@@ -34,8 +34,11 @@ The same trials are tests, in `tests/faults/`. The timeout of the process group 
 - **wrong numbers**: a step was taken with other values than in the run without the fault.
 
 With this library, no process outlived the timeout by 5 s, no number was wrong, and the newest
-checkpoint loaded, in every trial. Errors of `module=` name the rank and the operation. In the other
-modes the error may be DDP's.
+checkpoint loaded, in every trial. Errors of `module=` name the rank and the operation. A timeout
+says what to look for. In the other modes the error may be DDP's.
+
+An extra backward pass or a step left out cannot be noticed earlier: no round of notes comes in
+between. One rank waits for the other's step, and the other for the next round.
 
 | fault | DDP | {" | ".join(f"`{mode}`" for mode in MODES)} |
 |---|---|{"---|" * len(MODES)}

@@ -126,6 +126,29 @@ def test_a_closure_that_raised_on_one_rank_is_noticed_at_once(mode: str) -> None
     raises_on_every_rank(_caught, 2, OutOfStepError, mode, match=match)
 
 
+def _one_more(what: str) -> None:
+    setup = sharded("module", MLP_PROBLEM.fresh())
+    setup.backward(0)
+    if rank() == 1 and what == "backward":
+        setup.backward(0)
+    if rank() == 0 or what != "no step":
+        setup.opt.step()
+    if rank() == 1 and what == "step":
+        setup.opt.step()
+    for step in (1, 2):
+        setup.opt.zero_grad()
+        setup.backward(step)
+        setup.opt.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["backward", "step", "no step"])
+def test_ranks_that_wait_in_different_operations_say_what_to_look_for(what: str) -> None:
+    """No round comes in between that could tell: each waits for what the other sends later."""
+    match = r"rank \d: \w+ .* failed: .* call that only some ranks make"
+    raises_on_every_rank(_one_more, 2, RuntimeError, what, match=match, timeout=8)
+
+
 def _messages(mode: str) -> tuple[dict[str, int], int]:
     with counted() as traffic:
         setup = sharded(mode, MLP_PROBLEM.fresh())

@@ -40,17 +40,26 @@ class Operation(Enum):
     ERRORS = "telling whether the step succeeded"
 
 
+LATE = (
+    "a rank is stopped, or at another place of the loop: look for a batch, a forward or backward "
+    "pass, a step or another call that only some ranks make"
+)
+GONE = "a peer has ended or failed: its own error says why"
+
 Finish = Callable[[], object]
 """The rest of an operation, to be done once its works are complete."""
 
 
 @contextmanager
 def naming(operation: str) -> Iterator[None]:
-    """Name `operation` in every error that the backend raises."""
+    """Name `operation` in every error that the backend raises, and say what to look for."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        raise RuntimeError(f"shardstep: {operation} failed: {error}") from error
+        said = str(error)
+        late = "timed out" in said.lower() or "timeout" in said.lower()
+        hint = f" ({LATE})" if late else f" ({GONE})" if "by peer" in said else ""
+        raise RuntimeError(f"shardstep: {operation} failed: {said}{hint}") from error
 
 
 class Launched(Work):
