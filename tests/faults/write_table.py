@@ -40,6 +40,18 @@ says what to look for. In the other modes the error may be DDP's.
 An extra backward pass or a step left out cannot be noticed earlier: no round of notes comes in
 between. One rank waits for the other's step, and the other for the next round.
 
+The trials ran over Gloo. Over NCCL, reading the other ranks' answer would hold up the accelerator,
+so a step that raises on one rank is noticed later. (The first case is a test, on CPU ranks that
+share no errors. Neither ran over NCCL.)
+
+- The rank catches the error and goes on. Its next note counts one more `step()` that raised.
+  Notes of an accelerator are compared one step late: the first step after the failed one is taken,
+  and the second raises `OutOfStepError` on every rank, before it updates anything. Parameters stay
+  equal on all ranks meanwhile. Load the last checkpoint.
+- The error ends the process. The others wait in their next collective. `torchrun` ends them as soon
+  as one process has failed; elsewhere NCCL's watchdog does, after the timeout of the process group.
+  Its message names NCCL's operation, not ours; the cause is in the output of the failed rank.
+
 | fault | DDP | {" | ".join(f"`{mode}`" for mode in MODES)} |
 |---|---|{"---|" * len(MODES)}
 """

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from ddp_ways import WAYS, overlapping
+from doubles import Wrapped, behind_the_door
 from models import MLP_PROBLEM, Setup, noise, rank, with_ddp, with_zero
 from ranks import RankFailure, raises_on_every_rank, run_ranks
 from torch import Tensor, nn
 
 from shardstep import ZeroRedundancyOptimizer
+from shardstep.comm import Work
+from shardstep.comm.api import NOTHING_TO_DO
+from shardstep.gradients.used import OutOfStepError
+from shardstep.modes import lockstep
 
 
 class Failing(torch.optim.SGD):
@@ -68,6 +74,37 @@ def test_a_step_that_fails_on_one_rank_fails_on_every_rank(way: str, iteration: 
     assert first[0].startswith("RuntimeError: rank 0: the optimizer's step failed on rank 1, so it")
     assert first[0].endswith("ArithmeticError: no step on this rank")
     assert first[1:] == second[1:], "every rank has the same parameters"
+
+
+class Unheard(Wrapped):
+    """Shares no errors, as over NCCL: reading them would hold up the accelerator."""
+
+    def share_error(self, error: str | None) -> Work:
+        return NOTHING_TO_DO
+
+
+def _go_on_after(way: str) -> tuple[int, str]:
+    """Return the step that raises on this rank if rank 1 catches the error of step 2."""
+    with behind_the_door(Unheard), mock.patch.object(lockstep, "WAITED_FOR", ()):
+        setup = _make(way, MLP_PROBLEM.fresh())
+        for step in range(6):
+            Failing.armed = step == 2
+            try:
+                setup.backward(step)
+                setup.finish()
+            except ArithmeticError:
+                setup.opt.zero_grad()
+            except OutOfStepError as error:
+                return step, str(error)
+    return -1, ""
+
+
+@pytest.mark.parametrize("way", ["drop-in", "module=", *WAYS])
+def test_an_accelerator_s_ranks_learn_of_a_failed_step_in_the_second_one_after_it(way: str) -> None:
+    said = "rank 0 counts 0 calls of step() that raised where rank 1 counts 1"
+    for step, error in run_ranks(_go_on_after, 2, way):
+        assert step == 4
+        assert said in error
 
 
 def _fail_everywhere(way: str) -> list[Any]:

@@ -159,8 +159,8 @@ class InsideDDP(Mode):
             "backward, on the gradients as they were; use module= instead"
         )
 
-    def end_interleaved(self, counts_steps: bool) -> None:
-        """Refuse a class that counts its own steps. Called on every rank."""
+    def end_interleaved(self, counts_steps: bool, error: Exception | None) -> None:
+        """Refuse a class that counts its own steps; count this one. Called on every rank."""
 
         def check() -> None:
             if counts_steps:
@@ -176,7 +176,15 @@ class InsideDDP(Mode):
         check()
         # Not earlier: ranks find their first bucket reduced at different times.
         self.meet()
-        self.lockstep.steps += 1
+
+        def count() -> None:
+            with self.lockstep.stepping():
+                if error is not None:
+                    raise error
+
+        # An error that came before DDP's own callback would leave DDP in the middle of backward.
+        if not at_end_of_backward(count):
+            count()
 
 
 @dataclass(slots=True)
@@ -295,9 +303,7 @@ class BucketStepper:
         error, self._error = self._error, None
         pipeline.gather.share_error(error)
         pipeline.send((), [number for number, missing in enumerate(self._missing) if missing])
-        self.mode.end_interleaved(self._counts_steps)
-        if error is not None:
-            raise error
+        self.mode.end_interleaved(self._counts_steps, error)
 
 
 def _step_counters(optim: Optimizer) -> list[str]:

@@ -30,6 +30,9 @@ COUNTS = {
     "loads": "calls of load_state_dict()",
     "rounds": "reductions of gradients",
 }
+WAITED_FOR = frozenset({"cpu"})
+"""Kinds of devices whose notes are compared at once. Reading those of others would hold them up."""
+
 PLAIN = frozenset({float, int, bool, str, type(None)})
 
 
@@ -91,7 +94,7 @@ class Lockstep:
             OutOfStepError: on every rank, naming a difference.
         """
         arrived, self._arriving = self._arriving, _fetch(rows)
-        if rows.device.type == "cpu":
+        if rows.device.type in WAITED_FOR:
             arrived, self._arriving = self._arriving, None
         if arrived is not None:
             self._compare(arrived())
