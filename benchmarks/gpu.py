@@ -6,7 +6,8 @@
     python benchmarks/gpu.py all --out benchmarks/results/gpu.json
 
 Contestants are built side by side and timed in turn, round after round; figures are medians of
-device times, with their spread. Memory is measured with each contestant alone on the device.
+device times, with their spread. The host's time is that of one call with nothing queued before.
+Memory is measured with each contestant alone on the device.
 """
 
 from __future__ import annotations
@@ -65,6 +66,14 @@ def timed(step: Step, repeats: int) -> float:
     return start.elapsed_time(stop) / repeats
 
 
+def host_timed(step: Step) -> float:
+    """Milliseconds until a call returns, with no work queued before it."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    return 1e3 * (time.perf_counter() - start)
+
+
 def compare(
     makers: dict[str, Callable[[], Step]], rounds: int, repeats: int, baseline: str
 ) -> dict[str, Any]:
@@ -88,6 +97,7 @@ def compare(
     torch.cuda.empty_cache()
     steps = {name: make() for name, make in makers.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
+    host_times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         order = list(steps)
         order = order[number % len(order) :] + order[: number % len(order)]
@@ -95,9 +105,11 @@ def compare(
             elapsed = timed(steps[name], repeats)
             if number:  # the first round warms up
                 times[name].append(elapsed)
+                host_times[name] += [host_timed(steps[name]) for _ in range(3)]
     return {
         name: {
             "ms": spread(times[name]),
+            "host_ms": spread(host_times[name]),
             f"over_{baseline}": spread(
                 [mine / base for mine, base in zip(times[name], times[baseline], strict=True)]
             ),

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
@@ -99,13 +99,14 @@ class Team:
                 raise TeamError(f"rank {rank} took more than {self.timeout:g} s\n{words}")
         return [found[rank] for rank in range(len(self.ranks))]
 
-    def end(self, patience: float = 10.0) -> None:
-        """End the processes: by themselves within `patience` seconds, or else by force."""
+    def dismiss(self) -> None:
+        """Let the processes end by themselves."""
         for connection in self.connections:
-            try:
+            with suppress(OSError):
                 connection.send(None)
-            except OSError:
-                patience = 0.0  # the others wait for the one that is gone
+
+    def end(self, patience: float = 20.0) -> None:
+        """End the processes: by themselves within `patience` seconds, or else by force."""
         deadline = time.monotonic() + patience
         for rank in self.ranks:
             rank.join(max(0.0, deadline - time.monotonic()))
@@ -184,8 +185,9 @@ def compare(
                     ms = 1e3 * max(rank["seconds"] for rank in found) / steps
                     say(f"round {number + 1}/{rounds}  {name:<16} {ms:8.2f} ms/step")
     finally:
-        for team in teams.values():
-            team.end()
+        for each in (Team.dismiss, Team.end):
+            for team in teams.values():
+                each(team)
     rows = {name: _row(answers[name], steps) for name in names if name in teams}
     compare_with_baseline(rows)
     return {"workload": asdict(workload), "contestants": rows, "failed": failed}
@@ -266,7 +268,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-mps", action="store_true", help="let ranks that share a GPU take turns on it")
     add("--json", type=Path, metavar="FILE", help="write the numbers")
     add("--picture", type=Path, metavar="FILE", help="draw them; with --trace, draw a step")
-    add("--trace", type=Path, metavar="FILE", help="profile zero2 instead, on rank 0")
+    add("--trace", type=Path, metavar="FILE", help="profile zero2 instead, to a .gz")
     add("--read", type=Path, metavar="FILE", help="draw what an earlier --json or --trace wrote")
     options = parser.parse_args(argv)
     options.timeout *= 4 if options.compile else 1
@@ -306,9 +308,11 @@ def workload_of(options: argparse.Namespace) -> Workload:
 def take_trace(options: argparse.Namespace, workload: Workload, folder: Path) -> None:
     """Profile `zero2`, say how much of its communication compute hides, and draw a step."""
     team = Team("zero2", workload, folder, options.timeout)
+    options.trace.parent.mkdir(parents=True, exist_ok=True)
     try:
         team.answers()
         team.call("trace", str(options.trace), 5)
+        team.dismiss()
     finally:
         team.end()
     read_trace(options.trace, options.picture)
@@ -335,11 +339,11 @@ def read_result(result: dict[str, Any], drawing: Path | None) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; return 1 if a contestant failed."""
     options = parse(argv)
-    if options.read and ".json.gz" not in options.read.name:
-        read_result(json.loads(options.read.read_text()), options.picture)
+    if options.read and options.read.suffix == ".gz":
+        read_trace(options.read, options.picture)
         return 0
     if options.read:
-        read_trace(options.read, options.picture)
+        read_result(json.loads(options.read.read_text()), options.picture)
         return 0
     # This checkout is measured, whatever is installed.
     here = [str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")]

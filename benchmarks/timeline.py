@@ -64,9 +64,10 @@ def kernels(events: Sequence[dict[str, Any]]) -> list[Kernel]:
     )
     found = []
     for event in events:
-        launched = launches.get(event.get("args", {}).get("correlation"))
-        if event.get("cat") != "kernel" or launched is None:
+        if event.get("cat") != "kernel":
             continue
+        # Those launched before the trace began, or unseen, count as launched when they ran.
+        launched = launches.get(event["args"].get("correlation"), event["ts"])
         for number, (start, stop, phase) in enumerate(phases):
             if start <= launched <= stop:
                 kind = _kind(event["name"]) or phase
@@ -107,6 +108,9 @@ def verdict(found: Sequence[Kernel]) -> str:
     """Return how much of the communication ran at the same time as compute, in words."""
     if not found:
         return "the trace has no kernels: if MPS hides them from the profiler, pass --no-mps"
+    last = max(kernel.iteration for kernel in found)
+    # No forward follows the last iteration's gathers.
+    found = [k for k in found if (k.kind, k.iteration) != ("all-gather", last)]
     lines = []
     for kind, phase in (("reduce-scatter", "backward"), ("all-gather", "forward")):
         total, share = share_beside(found, kind, phase)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.timeline import kernels, share_beside, verdict
+from benchmarks.timeline import draw, kernels, share_beside, verdict
 
 LAUNCHER = Path(__file__).parents[2] / "benchmarks" / "nccl.py"
 
@@ -36,25 +36,28 @@ def _event(cat: str, name: str, ts: float, dur: float, **args: Any) -> dict[str,
     return {"cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
 
 
-def test_kernels_belong_to_the_phase_that_launched_them() -> None:
+def test_kernels_belong_to_the_phase_that_launched_them(tmp_path: Path) -> None:
     events = [
         _event("user_annotation", f"iteration::{phase}", 10 * i, 9)
-        for i, phase in enumerate(["forward", "backward", "step"])
+        for i, phase in enumerate(["forward", "backward", "step", "forward"])
     ]
     ran = [  # launched at, name, stream, start and duration on the GPU
         (1, "gemm", 7, 100, 10),
         (11, "gemm", 7, 110, 10),
         (12, "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 20, 115, 10),
         (21, "adam", 7, 125, 5),
-        (22, "ncclDevKernel_AllGather_RING_LL", 24, 105, 5),
+        (22, "ncclDevKernel_AllGather_RING_LL", 24, 128, 4),
+        (31, "gemm", 7, 130, 5),
         (50, "gemm", 7, 200, 10),  # outside of all iterations
     ]
     for number, (launched, name, stream, start, duration) in enumerate(ran):
         events.append(_event("cuda_runtime", "launch", launched, 1, correlation=number))
         events.append(_event("kernel", name, start, duration, correlation=number, stream=stream))
     found = kernels(events)
-    expected = ["forward", "all-gather", "backward", "reduce-scatter", "step"]
+    expected = ["forward", "backward", "reduce-scatter", "step", "all-gather", "forward"]
     assert [kernel.kind for kernel in found] == expected
     assert share_beside(found, "reduce-scatter", "backward") == (10, 0.5)
-    assert share_beside(found, "all-gather", "forward") == (5, 1.0)
+    assert share_beside(found, "all-gather", "forward") == (4, 0.5)
     assert "50.0% of it beside kernels of backward" in verdict(found)
+    assert "50.0% of it beside kernels of forward, 100.0% beside any" in verdict(found)
+    assert draw(found, tmp_path / "step.png")
