@@ -10,8 +10,11 @@ from ranks import run_ranks
 
 from shardstep import ZeroRedundancyOptimizer
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
+
+@pytest.fixture(autouse=True)  # importing them takes seconds, which collecting tests should not
+def _packages() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
 
 
 def _differences(names: list[str], folder: Path) -> dict[str, str]:
@@ -37,6 +40,8 @@ def test_a_model_trains_and_saves_as_under_ddp(names: list[str], tmp_path: Path)
 
 @pytest.mark.slow
 def test_embeddings_that_were_resized_are_noticed() -> None:
+    import transformers
+
     config = transformers.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16, tie_word_embeddings=False
     )

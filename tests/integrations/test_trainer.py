@@ -9,7 +9,10 @@ import pytest
 from frameworks.cells import launched
 from ranks import run_ranks
 
-pytest.importorskip("transformers")
+
+@pytest.fixture(autouse=True)
+def _package() -> None:
+    pytest.importorskip("transformers")
 
 
 def _unusual(folder: Path) -> dict[str, Any]:

@@ -15,9 +15,9 @@ processes.
 
 Processes are forked from a server that has torch imported (0.1 s for two instead of 3.4 s). They
 have the environment variables and the hash seed of that server, so a test passes settings as
-arguments, not through ``os.environ``. Arguments and results are files in a temporary folder, as is
-the rendezvous: parallel pytest workers cannot collide on a port, and a killed rank leaks no shared
-memory.
+arguments, not through ``os.environ``. Arguments and results are files in a temporary folder, so a
+killed rank leaks no shared memory. The test process has the store through which ranks meet, at a
+port that the system chose: parallel pytest workers cannot collide.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -42,6 +43,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.machinery import SourceFileLoader
+from itertools import starmap
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -84,6 +87,7 @@ class _Job:
     """One call: the folder that the test and its ranks share, and how to form the group."""
 
     folder: Path
+    port: int
     world_size: int
     backend: str
     timeout: float
@@ -142,6 +146,8 @@ class _Worker:
 
 _idle: list[_Worker] = []
 
+_HOST = "127.0.0.1"
+
 _TESTS = str(Path(__file__).parent.parent)
 
 #: Besides those of shardstep, the modules whose functions tests replace.
@@ -182,8 +188,10 @@ def run_ranks(
         RankFailure: If a rank raised or died, or was still running after ``timeout``.
         TypeError: If ``fn`` or its arguments cannot be pickled.
     """
+    # Ranks that wait for each other in a store of files poll it every 10 ms.
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        job = _Job(Path(folder), world_size, backend, timeout, fresh)
+        job = _Job(Path(folder), store.port, world_size, backend, timeout, fresh)
         try:
             torch.save((fn, args, kwargs), job.folder / "call")
         except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -346,7 +354,9 @@ def _serve(connection: Connection) -> None:
     """Run calls on this process until one leaves a trace or the test process is gone."""
     torch.set_num_threads(1)
     gc.freeze()  # collecting what a call left behind need not look at all of torch
+    _compile_once()
     stacks = os.open(os.devnull, os.O_WRONLY)
+    imported, names = set(sys.modules), _names()
     # NCCL refuses two ranks on one GPU unless they are on different hosts. It may read this once.
     os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
     before, seeds = _settings(), (random.getstate(), torch.get_rng_state())
@@ -360,10 +370,9 @@ def _serve(connection: Connection) -> None:
         if job.fresh:
             return
         warnings.onceregistry.clear()  # type: ignore[attr-defined]
-        _drop_test_modules()
+        _drop_test_modules(imported)
         gc.collect()
-        after = _settings()
-        if _survivors() or any(after.get(name) != value for name, value in before.items()):
+        if _survivors() or _settings() != before or not all(starmap(_unchanged, names)):
             return
         random.setstate(seeds[0])
         torch.set_rng_state(seeds[1])
@@ -379,13 +388,14 @@ def _run_call(job: _Job, rank: int, stacks: int) -> None:
     faulthandler.register(signal.SIGUSR1, stacks)
     # Ends a rank whose pytest was killed during the call.
     faulthandler.dump_traceback_later(job.timeout + 2 * GRACE, exit=True, file=stacks)
+    limit = timedelta(seconds=job.timeout / 2)
     try:
         dist.init_process_group(
             job.backend,
-            init_method=f"file://{job.folder}/store",
+            store=dist.TCPStore(_HOST, job.port, is_master=False, timeout=limit),
             rank=rank,
             world_size=job.world_size,
-            timeout=timedelta(seconds=job.timeout / 2),
+            timeout=limit,
         )
         fn, args, kwargs = torch.load(job.folder / "call", weights_only=False)
         _report(job, rank, _Outcome(fn(*args, **kwargs), None, time.monotonic()))
@@ -404,7 +414,7 @@ def _settings() -> dict[str, Any]:
     """Return the settings of this process that a call may not change if another is to follow."""
     from torch._dynamo.utils import counters
 
-    settings: dict[str, Any] = {
+    return {
         "environ": dict(os.environ),
         "folder": os.getcwd(),
         # Autograd's threads for a GPU stay, and count as dummies once Python ran in them.
@@ -423,18 +433,31 @@ def _settings() -> dict[str, Any]:
         "compiled": dict(counters["frames"]),
         "group": dist.is_initialized(),
     }
-    for name, module in sorted(sys.modules.items()):
+
+
+def _names() -> list[tuple[Any, dict[str, Any]]]:
+    """Return modules and classes with those of their members that tests may replace."""
+    found: list[tuple[Any, dict[str, Any]]] = []
+    for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "shardstep" or name in _PATCHED:
-            for key, value in list(vars(module).items()):
-                if callable(value):
-                    settings[f"{name}.{key}"] = id(value)
-                elif type(value) in (int, str):
-                    settings[f"{name}.{key}"] = value
-                if issubclass(type(value), type) and value.__module__ == name:
-                    methods = {k: id(v) for k, v in vars(value).items() if callable(v)}
-                    methods.pop("step", None)  # torch wraps that of an optimizer at first use
-                    settings[f"{name}.{key}()"] = methods
-    return settings
+            every = vars(module).items()
+            members = {k: v for k, v in every if callable(v) or type(v) in (int, str)}
+            kinds = [v for v in members.values() if issubclass(type(v), type)]
+            found += [(kind, _methods(kind)) for kind in kinds if kind.__module__ == name]
+            found.append((module, members))
+    return found
+
+
+def _methods(kind: type) -> dict[str, Any]:
+    methods = {name: value for name, value in vars(kind).items() if callable(value)}
+    methods.pop("step", None)  # torch wraps that of an optimizer at first use
+    return methods
+
+
+def _unchanged(owner: Any, members: dict[str, Any]) -> bool:
+    if isinstance(owner, type):
+        return _methods(owner) == members
+    return members.items() <= vars(owner).items()
 
 
 def _survivors() -> bool:
@@ -443,11 +466,18 @@ def _survivors() -> bool:
     return any(issubclass(type(thing), kinds) for thing in gc.get_objects())
 
 
-def _drop_test_modules() -> None:
+def _compile_once() -> None:
+    """Keep compiled code, as there may be no bytecode files: each call imports modules again."""
+    compiled = functools.cache(functools.partial(compile, mode="exec", dont_inherit=True))
+    SourceFileLoader.source_to_code = (  # type: ignore[method-assign]
+        lambda self, data, path, **options: compiled(bytes(data), path)
+    )
+
+
+def _drop_test_modules(imported: set[str]) -> None:
     """Forget the test modules, so that the next call finds their globals as they are written."""
-    for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        if path and path.startswith(_TESTS) and name != __name__:
+    for name in sys.modules.keys() - imported:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(_TESTS):
             del sys.modules[name]
 
 
