@@ -9,7 +9,6 @@ from typing import Any
 
 import on_nccl
 import pytest
-import shared_gpu
 import torch.distributed as dist
 from ranks import RankFailure, run_ranks
 from shared_gpu import CONTROL, Service
@@ -36,11 +35,7 @@ def _daemon(
     script.write_text(DAEMON.format(before=before, quit=quit))
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(shared_gpu, "FOLDER", folder / "mps")
-    for kind in ("PIPE", "LOG"):
-        name, path = f"CUDA_MPS_{kind}_DIRECTORY", str(folder / "mps" / kind.lower())
-        monkeypatch.setitem(shared_gpu.ENVIRONMENT, name, path)
-    return Service()
+    return Service(folder / "mps")
 
 
 @pytest.mark.parametrize("quit", ['echo > "$CUDA_MPS_PIPE_DIRECTORY/control"', "exit 1"])
@@ -72,7 +67,7 @@ def test_ranks_run_without_a_daemon_that_does_not_start(
     service.stop()
     assert not (tmp_path / "mps").exists()
     monkeypatch.setenv("SHARDSTEP_NO_MPS", "1")
-    assert "SHARDSTEP_NO_MPS" in Service().refusal
+    assert "SHARDSTEP_NO_MPS" in Service(tmp_path).refusal
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -84,6 +79,7 @@ def _one_raises(text: str) -> None:
         raise RuntimeError(text)
 
 
+@pytest.mark.slow
 def test_another_daemon_follows_a_failed_rank_but_none_an_error_of_mps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,4 +114,4 @@ def test_each_process_keeps_a_host_name_of_its_own() -> None:
     first, again = run_ranks(_host, 2), run_ranks(_host, 2)
     assert set(first) == set(again)  # a setting that was restored leaves no trace
     assert len({host for host, _, _ in first}) == 2
-    assert {folder for *_, folder in first} == {str(shared_gpu.FOLDER / "pipe")}
+    assert {folder for *_, folder in first} == {f"/tmp/mps-{os.getpid()}/pipe"}

@@ -85,14 +85,15 @@ def _refuse_mps(reason: str) -> None:
 def run_on_nccl(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
     """Run `fn` on ranks that share one GPU and form an NCCL group, under MPS if possible."""
     _start_mps()
-    timeout = TIMEOUT if MPS.running else TIMEOUT_WITHOUT_MPS
+    under_mps = MPS.running
+    timeout = TIMEOUT if under_mps else TIMEOUT_WITHOUT_MPS
     try:
         return run_ranks(_on_the_gpu, world_size, fn, args, kwargs, backend="nccl", timeout=timeout)
     except BaseException as failure:
         # A rank that dies leaves the MPS server in any state: the next call starts another.
         end_idle_processes()
         MPS.stop()
-        if isinstance(failure, RankFailure) and re.search("MPS (client|server)", str(failure)):
-            _refuse_mps("an error of MPS itself")
-            return run_on_nccl(fn, world_size, *args, **kwargs)
-        raise
+        if not (under_mps and re.search("MPS (client|server)", str(failure))):
+            raise
+    _refuse_mps("an error of MPS itself")
+    return run_on_nccl(fn, world_size, *args, **kwargs)
