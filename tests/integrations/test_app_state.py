@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
+from ranks import raises_on_every_rank, run_ranks
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -80,3 +80,35 @@ def _save_and_load(folder: str, saved: bool, loaded: bool) -> bool:
 @pytest.mark.parametrize(("saved", "loaded"), [(True, True), (True, False), (False, True)])
 def test_app_state_goes_on_where_it_was_saved(saved: bool, loaded: bool, tmp_path: Path) -> None:
     assert run_ranks(_save_and_load, 2, str(tmp_path), saved, loaded) == [True, True]
+
+
+def _state(folder: str, load: bool) -> Any:
+    """Save the optimizer's state after a step, or load it; return all of it."""
+    model, opt, shown = _setup(sharded=True)
+    if load:
+        dcp.load({"app": AppState(model, shown)}, checkpoint_id=folder)
+    else:
+        _train(model, opt, 0)
+        dcp.save({"app": AppState(model, shown)}, checkpoint_id=folder)
+    opt.consolidate_state_dict(to="all")
+    return opt.state_dict()["state"]
+
+
+def test_app_state_loads_at_another_world_size(tmp_path: Path) -> None:
+    saved = run_ranks(_state, 2, str(tmp_path), False)[0]
+    for loaded in run_ranks(_state, 3, str(tmp_path), True):
+        torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+
+
+def _without_the_wrapper(stepped: bool) -> None:
+    model, opt, _ = _setup(sharded=True)
+    if stepped:
+        _train(model, opt, 0)
+    AppState(model, opt).state_dict()
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_the_optimizer_itself_names_the_wrapper_on_every_rank(stepped: bool) -> None:
+    """Its `state_dict()` sends nothing, so that one rank may call it; torch asks for no more."""
+    match = r"Sharded\(optimizer\).as_optimizer\(\)"
+    raises_on_every_rank(_without_the_wrapper, 2, RuntimeError, stepped, match=match)

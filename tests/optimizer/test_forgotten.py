@@ -20,15 +20,17 @@ def _model() -> Any:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
 
-def _make(mode: str) -> tuple[Any, Any, ZeroRedundancyOptimizer]:
+def _make(mode: str, listed: bool = False) -> tuple[Any, Any, ZeroRedundancyOptimizer]:
     """Return the model, what to call, and the optimizer."""
     model = _model()
+    params: Any = list(model.parameters()) if listed else model.parameters()
     if mode == "module":
-        opt = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, module=model, lr=0.1)
+        opt = ZeroRedundancyOptimizer(params, optim.SGD, module=model, lr=0.1)
         return model, model, opt
     ddp = DistributedDataParallel(model)
+    params = params if listed else ddp.parameters()
     inside = mode == "register"
-    opt = ZeroRedundancyOptimizer(ddp.parameters(), optim.SGD, overlap_with_ddp=inside, lr=0.1)
+    opt = ZeroRedundancyOptimizer(params, optim.SGD, overlap_with_ddp=inside, lr=0.1)
     if inside:
         shardstep.register(ddp, opt)
     return model, ddp, opt
@@ -99,14 +101,30 @@ def test_gradients_that_nobody_synchronised_are_noticed_at_the_first_step() -> N
     run_ranks(_forget_ddp, 2, True)
 
 
-def _look_up(mode: str) -> list[str]:
-    _, call, opt = _make(mode)
-    _train(call, opt)
-    opt.full_state("0.weight")
+def _look_up(mode: str, listed: bool) -> list[str]:
+    model, call, opt = _make(mode, listed)
+    for trains in (True, False):
+        model[0].bias.requires_grad_(trains or mode != "module")  # another plan has the same names
+        _train(call, opt)
+    opt.full_state(opt.plan.specs[0].name)
     return [spec.name for spec in opt.plan.specs]
 
 
-@pytest.mark.parametrize("mode", ["module", "drop-in", "register"])
-def test_names_are_the_module_s_without_named_parameters(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "listed"),
+    [
+        ("module", False),
+        ("drop-in", False),
+        ("register", False),
+        ("module", True),
+        ("register", True),
+    ],
+)
+def test_names_are_the_module_s_without_named_parameters(mode: str, listed: bool) -> None:
     names = ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert run_ranks(_look_up, 2, mode) == [names, names]
+    assert run_ranks(_look_up, 2, mode, listed) == [names, names]
+
+
+def test_parameters_in_a_list_have_no_names_without_a_module() -> None:
+    names = [f"param {number}" for number in range(4)]
+    assert run_ranks(_look_up, 2, "drop-in", True) == [names, names]

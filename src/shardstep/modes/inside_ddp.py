@@ -20,7 +20,9 @@ from shardstep.gradients.base import at_end_of_backward, piece_gradient
 from shardstep.local.multi_class import optimizer_name, parts_of
 from shardstep.modes.base import Mode
 from shardstep.modes.join import JoinContext, provide_gradients, share_options
-from shardstep.params.inputs import describe_options
+from shardstep.params.inputs import describe, describe_options
+from shardstep.params.module_watch import ModuleWatch
+from shardstep.params.names import unwrapped
 from shardstep.params.sharded_params import ShardedParams
 from shardstep.pipeline import Closure
 
@@ -46,6 +48,8 @@ class InsideDDP(Mode):
         self.pipeline.gather.detach()
         self.gather_comm = self.comm.new_connection()
         self._module = module
+        if self.known_module is None:
+            self._name_after(module)
         self.pipeline = replace(self.pipeline, gather=self.make_gather(self.pipeline.params))
         if reduce:
             self.comm = self.comm.new_connection()
@@ -53,6 +57,14 @@ class InsideDDP(Mode):
             gradients = self.make_gradients(self.pipeline.params)
             self.pipeline = replace(self.pipeline, gradients=gradients)
         return self
+
+    def _name_after(self, module: torch.nn.Module) -> None:
+        """Give parameters that came in a list the names that they have in `module`."""
+        self.known_module = unwrapped(module)
+        self.watch = ModuleWatch(self.known_module)
+        named = zip(self.plan.specs, describe(self.groups, self.names()), strict=True)
+        specs = tuple(replace(spec, name=found.name) for spec, found in named)
+        self.pipeline.params.plan = replace(self.plan, specs=specs)
 
     @override
     def make_gradients(self, params: ShardedParams) -> GradientSource:
