@@ -118,7 +118,8 @@ class Team:
 
     def _last_words(self, rank: int) -> str:
         log = self.folder / f"{self.name}-{len(self.ranks)}-{rank}.log"
-        return "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        text = log.read_text(errors="replace") if log.exists() else ""
+        return "\n".join(text.splitlines()[-30:])
 
 
 @contextmanager
