@@ -61,14 +61,15 @@ def messages_of(bucket: Bucket, itemsize: int) -> list[Message]:
     count = -(-bucket.numel // max(floor, MAX_MESSAGE_BYTES // itemsize))
     if count <= 1:
         return [Message(bucket, Interval(0, bucket.numel), bucket.cuts)]
-    lengths = [stop - start for start, stop in pairwise(bucket.cuts)]
+    cuts = bucket.cuts[:2] if bucket.even else bucket.cuts  # with many ranks, that is long
+    lengths = [stop - start for start, stop in pairwise(cuts)]
     longest = max(lengths)
     step = -(-longest // (count * ALIGNMENT)) * ALIGNMENT
     found = []
     for start in range(0, longest, step):
         stretch = Interval(start, min(start + step, longest))
         if bucket.even:
-            cuts: Sequence[int] = range(0, world_size * stretch.numel + 1, stretch.numel)
+            cuts = range(0, world_size * stretch.numel + 1, stretch.numel)
         else:
             held = (min(length, stretch.stop) - min(length, start) for length in lengths)
             cuts = tuple(accumulate(held, initial=0))

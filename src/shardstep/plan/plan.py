@@ -69,32 +69,32 @@ class ShardPlan:
         seen: set[int] = set()
         for position, bucket in enumerate(self.buckets):
             where = f"bucket {position}"
-            _require(bucket.index == position, f"{where} has index {bucket.index}")
-            _require(len(bucket.cuts) == self.world_size + 1, f"{where} has too few or many cuts")
-            _require(bucket.cuts[0] == 0, f"{where} does not start at 0")
+            _require(bucket.index == position, where, f"has index {bucket.index}")
+            _require(len(bucket.cuts) == self.world_size + 1, where, "has too few or many cuts")
+            _require(bucket.cuts[0] == 0, where, "does not start at 0")
             # A range has two cuts to check. With many ranks, most segments of a bucket are empty.
             cuts = bucket.cuts[:2] if bucket.even else bucket.cuts
-            _require([*cuts] == sorted(cuts), f"{where} has cuts out of order")
+            _require([*cuts] == sorted(cuts), where, "has cuts out of order")
             on_units = all(cut % ALIGNMENT == 0 for cut in {*cuts})
-            _require(on_units, f"{where} is cut off an alignment unit")
+            _require(on_units, where, "is cut off an alignment unit")
             end = 0
             for slot in bucket.slots:
                 spec = self.specs[slot.param]
-                _require(slot.param not in seen, f"{spec} is placed twice")
+                _require(slot.param not in seen, spec, "is placed twice")
                 seen.add(slot.param)
-                _require(slot.numel == spec.numel, f"{spec} is placed with {slot.numel} elements")
-                _require(slot.bucket_offset % ALIGNMENT == 0, f"{spec} starts off a unit")
-                _require(slot.bucket_offset >= end, f"{spec} overlaps the parameter before it")
+                _require(slot.numel == spec.numel, spec, f"is placed with {slot.numel} elements")
+                _require(slot.bucket_offset % ALIGNMENT == 0, spec, "starts off a unit")
+                _require(slot.bucket_offset >= end, spec, "overlaps the parameter before it")
                 end = slot.footprint.stop
-                _require(end <= bucket.numel, f"{where} is too short for its parameters")
+                _require(end <= bucket.numel, where, "is too short for its parameters")
                 fits = (spec.dtype, spec.device) == (bucket.dtype, bucket.device)
-                _require(fits, f"{spec} lies in a {bucket.dtype} bucket on {bucket.device}")
-                _require(spec.trainable is not bucket.frozen, f"{spec} lies in the wrong bucket")
+                _require(fits, spec, f"lies in a {bucket.dtype} bucket on {bucket.device}")
+                _require(spec.trainable is not bucket.frozen, spec, "lies in the wrong bucket")
                 if spec.layout == "whole":
                     owner = bisect_right(bucket.cuts, slot.bucket_offset) - 1
-                    _require(end <= bucket.cuts[owner + 1], f"{spec} is cut in two")
-        missing = [spec for index, spec in enumerate(self.specs) if index not in seen]
-        _require(not missing, f"{missing[0] if missing else None} is placed nowhere")
+                    _require(end <= bucket.cuts[owner + 1], spec, "is cut in two")
+        for index, spec in enumerate(self.specs):
+            _require(index in seen, spec, "is placed nowhere")
 
     def pieces(self, group_rank: int) -> Iterator[Piece]:
         """Yield the pieces of `group_rank`, frozen parameters included, bucket by bucket."""
@@ -151,6 +151,6 @@ class ShardPlan:
         return "\n".join([*lines, *buckets])
 
 
-def _require(holds: bool, otherwise: str) -> None:
+def _require(holds: bool, what: object, otherwise: str) -> None:
     if not holds:
-        raise ValueError(f"this is not a plan: {otherwise}")
+        raise ValueError(f"this is not a plan: {what} {otherwise}")
