@@ -22,7 +22,7 @@ from plans import bucket_sizes, layouts, plans, spec_lists, world_sizes
 from shardstep.layouts.cost import newton_schulz
 from shardstep.plan import ALIGNMENT, ParamSpec, ShardPlan, Slot, StateSize, shares
 from shardstep.plan.models import model
-from shardstep.plan.placement import MIN_SEGMENT_UNITS
+from shardstep.plan.placement import FIRST_BUCKET_BYTES, MIN_SEGMENT_UNITS
 
 UNIT = 64  # the documented alignment; not imported, so that changing it is noticed here
 
@@ -97,7 +97,7 @@ def test_a_bucket_has_one_dtype_one_device_aligned_cuts_and_is_trained_or_frozen
 def test_a_bucket_is_closed_with_the_parameter_that_fills_it(
     specs: list[ParamSpec], world_size: int, layout: str, bucket_bytes: int
 ) -> None:
-    """Only the last bucket of a kind can be small, so `bucket_bytes` bounds the gathers."""
+    """Only the first and last bucket of a kind can be small: `bucket_bytes` bounds the gathers."""
     plan = ShardPlan.make(specs, world_size, layout, bucket_bytes)
     kinds: dict[object, list[list[int]]] = {}
     for bucket in plan.buckets:
@@ -105,11 +105,15 @@ def test_a_bucket_is_closed_with_the_parameter_that_fills_it(
         kind.append(sorted(slot.param for slot in bucket.slots))
     for alike in kinds.values():
         itemsize = specs[alike[0][0]].dtype.itemsize
-        full = max(bucket_bytes // itemsize, world_size * UNIT * MIN_SEGMENT_UNITS)
+        least = world_size * UNIT * MIN_SEGMENT_UNITS
+        full = max(bucket_bytes // itemsize, least)
+        small = max(min(bucket_bytes, FIRST_BUCKET_BYTES) // itemsize, least)
         for params in alike:
-            assert sum(footprint(specs[param].numel) for param in params[:-1]) < full
+            limit = small if params is alike[-1] else full
+            assert sum(footprint(specs[param].numel) for param in params[1:]) < limit
         for params, following in pairwise(alike):
-            assert sum(footprint(specs[param].numel) for param in params) >= full
+            filled = sum(footprint(specs[param].numel) for param in following)
+            assert filled >= (small if following is alike[-1] else full)
             assert params[-1] < following[0], "buckets follow the order of the parameters"
 
 

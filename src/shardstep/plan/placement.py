@@ -1,6 +1,6 @@
 """The placement of parameters in buckets, `sliced` or `whole`.
 
-Parameters of one dtype, device and layout fill buckets in the optimizer's order. Each bucket is
+Parameters of one dtype, device and layout fill buckets, from the last to the first. Each bucket is
 then cut into one segment per rank:
 
 - `sliced` cuts it evenly, wherever the cuts fall. No rank exceeds the mean by one alignment unit
@@ -34,6 +34,9 @@ Vector kernels treat the last lanes of a tensor differently: a slice cut at an o
 differ in the last bit from the same elements of the whole tensor. Slices cut at multiples of 64
 elements from the parameter's start agree, for every dtype and vector width.
 """
+
+FIRST_BUCKET_BYTES = 2**20
+"""The size of the bucket whose gradients come first, as under DDP."""
 
 MIN_SEGMENT_UNITS = 128
 """The smallest even segment, in alignment units. With it, rounding a cut up to the next unit costs
@@ -145,22 +148,35 @@ class _Draft:
 
 
 def _form(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> list[_Draft]:
-    """Fill buckets with the parameters in order, closing each when it is full."""
+    """Fill buckets with the parameters, from the last to the first, closing each when it is full.
+
+    That is the order of backward. The first bucket of each kind is small, to be sent soon, and the
+    last, which takes what is left, is the first that forward waits for. DDP divides gradients in
+    the same way.
+    """
     drafts: list[_Draft] = []
     open_drafts: dict[tuple[torch.dtype, str, bool, Layout], _Draft] = {}
+    full = dict.fromkeys({_kind(spec) for spec in specs}, min(bucket_bytes, FIRST_BUCKET_BYTES))
     floor = world_size * ALIGNMENT * MIN_SEGMENT_UNITS
-    for index, spec in enumerate(specs):
-        key = (spec.dtype, spec.device, not spec.trainable, spec.layout)
-        draft = open_drafts.get(key)
+    for index in reversed(range(len(specs))):
+        spec = specs[index]
+        kind = _kind(spec)
+        draft = open_drafts.get(kind)
         if draft is None:
-            draft = open_drafts[key] = _Draft(*key, params=[])
+            draft = open_drafts[kind] = _Draft(*kind, params=[])
             drafts.append(draft)
-        draft.params.append(index)
+        draft.params.insert(0, index)
         draft.numel += aligned(spec.numel)
-        if draft.numel >= max(floor, bucket_bytes // spec.dtype.itemsize):
-            del open_drafts[key]
+        if draft.numel >= max(floor, full[kind] // spec.dtype.itemsize):
+            full[kind] = bucket_bytes
+            del open_drafts[kind]
     # Training buckets come first, so that a bucket's index gives the order of communication.
-    return sorted(drafts, key=lambda draft: draft.frozen)
+    return sorted(drafts, key=lambda draft: (draft.frozen, draft.params[0]))
+
+
+def _kind(spec: ParamSpec) -> tuple[torch.dtype, str, bool, Layout]:
+    """Return what parameters in one bucket have in common."""
+    return spec.dtype, spec.device, not spec.trainable, spec.layout
 
 
 def place(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> tuple[Bucket, ...]:
