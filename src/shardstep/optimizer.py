@@ -236,7 +236,10 @@ class ZeroRedundancyOptimizer(ModeFront):
         return self.mode.no_sync()
 
     def recover(self) -> None:
-        """Give up a batch on which a rank has failed; needs `module`. Called on every rank.
+        """Give up a batch on which a rank has failed. Called on every rank.
+
+        Needs `module`, and parameters on the CPU: with an accelerator, ranks do not wait for each
+        other's notes.
 
         A rank on which the loader, forward, backward or the closure raised calls this in its
         handler. `step()`, `zero_grad()` or the next backward pass then raises `BatchSkippedError`

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from traffic import counted
 
 from shardstep import BatchSkippedError
 from shardstep.gradients.used import OutOfStepError
+from shardstep.modes import lockstep
 from shardstep.modes.lockstep import Lockstep
 
 
@@ -284,6 +286,16 @@ def test_a_finished_backward_pass_cannot_be_given_up() -> None:
         setup.opt.recover()
     setup.finish()
     setup.opt.recover()
+
+
+def _on_an_accelerator() -> None:
+    with mock.patch.object(lockstep, "WAITED_FOR", ()):
+        _refused("module")
+
+
+def test_recover_is_refused_where_notes_are_not_waited_for() -> None:
+    """The other ranks would have taken the step before they learn of it."""
+    raises_on_every_rank(_on_an_accelerator, 2, RuntimeError, match="accelerator")
 
 
 def test_recover_needs_a_module() -> None:

@@ -33,6 +33,7 @@ from scenarios import ALL, REFUSED, SCENARIOS, compared, sharded, unsharded
 from torch.torch_version import TorchVersion
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
+from shardstep.gradients.used import OutOfStepError
 
 pytestmark = [
     pytest.mark.nccl,
@@ -70,15 +71,16 @@ MORE_RANKS = [
     "clip",
     "grad_scaler",
     "unused_parameters_with_no_sync",
+    "freeze_and_unfreeze",
+    "add_a_group",
     "uneven_inputs_and_a_scheduler",
 ]
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-@pytest.mark.parametrize("name", [name for name in MORE_RANKS if name in SCENARIOS])
+@pytest.mark.parametrize("name", MORE_RANKS)
 def test_more_ranks_come_to_ddp_s_numbers(name: str, world_size: int) -> None:
-    if world_size in SCENARIOS[name].ranks or world_size == 4:
-        assert run_on_nccl(_compare, world_size, name) == [[]] * world_size
+    assert run_on_nccl(_compare, world_size, name) == [[]] * world_size
 
 
 def _muon(mode: str) -> list[str]:
@@ -103,7 +105,10 @@ def _muon(mode: str) -> list[str]:
     return [f"parameter {n}" for n in differing(plain.params, setup.params)]
 
 
-@pytest.mark.parametrize(("world_size", "mode"), [(2, "module"), (4, "drop-in")])
+@pytest.mark.parametrize(
+    ("world_size", "mode"),
+    [(2, "module"), (2, "register"), (3, "drop-in views"), (4, "drop-in"), (4, "hook")],
+)
 def test_muon_with_adamw_equals_ddp_to_the_bit(world_size: int, mode: str) -> None:
     assert run_on_nccl(_muon, world_size, mode) == [[]] * world_size
 
@@ -195,9 +200,67 @@ def _different_models() -> str:
     return "did not raise"
 
 
-def test_different_models_are_refused_on_every_rank() -> None:
-    for said in run_on_nccl(_different_models, 2):
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_different_models_are_refused_on_every_rank(world_size: int) -> None:
+    for said in run_on_nccl(_different_models, world_size):
         assert "weight" in said
+
+
+class Failing(torch.optim.SGD):
+    """Raises on rank 1 while it is armed."""
+
+    armed = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Failing.armed and rank() == 1:
+            raise ArithmeticError("no step on this rank")
+        return super().step(closure)
+
+
+def _apart(mode: str, cause: str) -> tuple[int, str]:
+    """Let rank 1 leave the others' path in step 2, and return the step that tells this rank."""
+    kind = (Failing if cause == "raises" else torch.optim.SGD, {"lr": 0.1})
+    setup = sharded(mode, MLP_PROBLEM.fresh(), kind, zero={"layout": "sliced"})
+    for step in range(6):
+        Failing.armed = step == 2
+        if cause == "option" and step == 2 and rank() == 1:
+            setup.opt.param_groups[0]["lr"] = 0.2
+        try:
+            setup.backward(step)
+            setup.opt.step()
+        except ArithmeticError:
+            pass
+        except OutOfStepError as error:
+            return step, str(error)
+        setup.opt.zero_grad()
+    return -1, "it did not raise"
+
+
+@pytest.mark.parametrize("mode", ["drop-in", "module", "register", "hook"])
+@pytest.mark.parametrize(
+    ("cause", "said", "world_size"),
+    [("option", "option 'lr' of group 0 is 0.1", 2), ("raises", "step() that raised", 3)],
+)
+def test_every_rank_learns_that_one_is_out_of_step(
+    mode: str, cause: str, said: str, world_size: int
+) -> None:
+    told = run_on_nccl(_apart, world_size, mode, cause)
+    assert len(set(told)) == 1
+    step, error = told[0]
+    assert 2 <= step <= 4  # ranks compare their notes one step later, to let the host run ahead
+    assert said in error
+
+
+def _recover() -> str:
+    setup = sharded("module", MLP_PROBLEM.fresh())
+    with pytest.raises(RuntimeError) as caught:
+        setup.opt.recover()
+    return str(caught.value)
+
+
+def test_recovery_is_refused_where_the_others_may_have_stepped() -> None:
+    for said in run_on_nccl(_recover, 2):
+        assert "accelerator" in said
 
 
 def _one_dies() -> None:

@@ -85,6 +85,11 @@ class Lockstep:
         counts = (getattr(self, name) for name in COUNTS)
         return FORM.pack(marks, *counts, self._digest)
 
+    @property
+    def waits(self) -> bool:
+        """Return whether a rank waits for the others' notes before it takes the step."""
+        return self._mode.params[0].device.type in WAITED_FOR
+
     def read(self, rows: torch.Tensor) -> None:
         """Compare the notes of all ranks, one row each. Called on every rank.
 

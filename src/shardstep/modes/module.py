@@ -208,6 +208,12 @@ class ModuleMode(Mode):
                 f"rank {self.comm.group_rank}: recover() cannot be called within Join: joined "
                 "ranks would not take part"
             )
+        if not self.lockstep.waits:
+            raise RuntimeError(
+                f"rank {self.comm.group_rank}: recover() cannot be called with parameters on an "
+                "accelerator: the other ranks do not wait for this one's note there, and may have "
+                "taken the step without it; start again from a checkpoint"
+            )
         self._reducer.recover()
         self._sync_buffers()
 
