@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import GRACE, RankFailure, end_idle_processes, raises_on_every_rank, run_ranks
+from ranks import (
+    GRACE,
+    RankFailure,
+    each_raises_on_every_rank,
+    end_idle_processes,
+    raises_on_every_rank,
+    run_ranks,
+)
 
 import shardstep
 from shardstep import ZeroRedundancyOptimizer
@@ -33,8 +40,12 @@ def echo(*args: Any, **kwargs: Any) -> tuple[int, Any, Any]:
     return dist.get_rank(), args, kwargs
 
 
+def divide(by: int) -> float:
+    return 1 / by
+
+
 def divide_by_rank() -> float:
-    return 1 / dist.get_rank()
+    return divide(dist.get_rank())
 
 
 def sleep_on(rank: int) -> None:
@@ -187,7 +198,7 @@ def test_failure_of_one_rank_is_reported_with_its_rank_and_traceback() -> None:
         run_ranks(divide_by_rank, 2)
     message = str(failure.value)
     assert message.startswith("1 of 2 ranks failed in divide_by_rank")
-    assert re.search(r"---- rank 0 raised:\nTraceback(.|\n)*return 1 / dist.get_rank", message)
+    assert re.search(r"---- rank 0 raised:\nTraceback(.|\n)*return 1 / by", message)
     assert message.endswith("division by zero")
 
 
@@ -257,6 +268,15 @@ def test_default_timeout_ends_the_ranks_before_pytest_ends_the_test(
 def test_raises_on_every_rank_returns_types_and_messages_in_rank_order() -> None:
     raised = raises_on_every_rank(refuse, 3, ValueError, match=r"rank \d refuses")
     assert raised == [("ValueError", f"rank {rank} refuses") for rank in range(3)]
+
+
+def test_each_raises_on_every_rank_goes_on_once_all_have_raised() -> None:
+    cases = [(refuse, ValueError, r"rank \d refuses"), (divide, ZeroDivisionError, None, 0)]
+    raised = each_raises_on_every_rank(2, cases)
+    assert raised[0] == [("ValueError", f"rank {rank} refuses") for rank in range(2)]
+    assert raised[1] == [("ZeroDivisionError", "division by zero")] * 2
+    with pytest.raises(RankFailure, match=r"rank 1 raised(.|\n)*divide_by_rank returned 1\.0"):
+        each_raises_on_every_rank(2, [*cases, (divide_by_rank, ZeroDivisionError, None)])
 
 
 def test_raises_on_every_rank_fails_if_a_rank_returns() -> None:

@@ -171,6 +171,7 @@ def test_a_program_that_ends_finishes_its_save(tmp_path: Path, world_size: int) 
     assert torch.equal(ckpt.load(tmp_path / "step-1").extra["p"], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "import atexit; atexit.register(print, 'later')"])
 def test_a_save_that_failed_and_was_not_waited_for_ends_the_program_with_an_error(
     tmp_path: Path, end: str

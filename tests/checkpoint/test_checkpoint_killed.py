@@ -214,6 +214,7 @@ def die_in(phase: str, parent: Path, step: int) -> None:
     ckpt.save(parent / f"step-{step}", opt, net, {"step": step}, keep_last=1)
 
 
+@pytest.mark.slow
 def test_killed_in_every_phase(tmp_path: Path) -> None:
     """Before the rename the old checkpoint is the newest, after it the new one is."""
     net, opt = make()

@@ -41,6 +41,7 @@ def _compare(package: str) -> list[str]:
     return differing(setups[0].params, setups[1].params)
 
 
+@pytest.mark.slow  # importing these packages takes seconds
 @pytest.mark.parametrize("package", CALLS)
 def test_norms_and_clipping_are_ddp_s(package: str) -> None:
     pytest.importorskip(package)

@@ -42,12 +42,21 @@ CASES = [
 ]
 
 
+#: Known classes with all their options, of which the first of each class are not slow.
+FIRST_FAST = [
+    case if case.optimizer_class is not before else pytest.param(case, marks=pytest.mark.slow)
+    for before, case in zip(
+        [None, *(case.optimizer_class for case in ELEMENT_WISE)], ELEMENT_WISE, strict=False
+    )
+]
+
+
 @pytest.mark.parametrize(("cls", "options", "kind"), CASES)
 def test_a_class_is_seen_through(cls: Any, options: Options, kind: str) -> None:
     assert str(probe(cls, options)).startswith(f"{kind}: ")
 
 
-@pytest.mark.parametrize("case", ELEMENT_WISE, ids=str)
+@pytest.mark.parametrize("case", FIRST_FAST, ids=str)
 def test_the_probe_agrees_with_the_known_classes(case: Case) -> None:
     assert case.optimizer_class in KNOWN
     assert probe(case.optimizer_class, case.options).kind == "element-wise"

@@ -9,7 +9,7 @@ import problems
 import pytest
 import torch
 from problems import differing, train
-from ranks import raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank, raises_on_every_rank, run_ranks
 from torch.optim import SGD, Optimizer
 
 from shardstep import ZeroRedundancyOptimizer
@@ -122,17 +122,13 @@ def test_its_numbers_are_those_of_the_unsharded_class(cls: Any) -> None:
     assert run_ranks(against_unsharded, 2, cls, range(0)) == [[], []]
 
 
-@pytest.mark.parametrize("layout", ["sliced", "whole"])
-@pytest.mark.parametrize("cls", HIDING)
-def test_it_is_not_left_behind_when_a_parameter_is_frozen(cls: Any, layout: str) -> None:
+def test_it_is_not_left_behind_when_a_parameter_is_frozen_or_a_group_is_added() -> None:
     match = "following a change of the parameters would lose what .* keeps|failed on rank"
-    args = (cls, range(3, 6), layout)
-    raises_on_every_rank(against_unsharded, 2, RuntimeError, *args, match=match)
-
-
-def test_it_is_not_left_behind_when_a_group_is_added() -> None:
+    runs = [(cls, range(3, 6), layout) for cls in HIDING for layout in ("sliced", "whole")]
+    cases: list[Any] = [(against_unsharded, RuntimeError, match, *run) for run in runs]
     match = "add_param_group would lose what UnderParameters keeps .*'moments'"
-    raises_on_every_rank(after_adding_a_group, 2, RuntimeError, UnderParameters, match=match)
+    cases.append((after_adding_a_group, RuntimeError, match, UnderParameters))
+    each_raises_on_every_rank(2, cases)
 
 
 def in_buckets() -> None:

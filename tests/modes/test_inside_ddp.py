@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +16,7 @@ from doubles import AnyOrder, LateArrival, behind_the_door
 from graphs import READS
 from models import ADAMW, MLP, MLP_PROBLEM, Setup, failing, noise, rank
 from problems import copies, differing
-from ranks import raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank, raises_on_every_rank, run_ranks
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -134,11 +135,14 @@ class OneWeight(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("module", [MLP, OneWeight])
-@pytest.mark.parametrize("counting", COUNTING)
-def test_it_may_not_step_by_buckets(counting: type[Optimizer], module: type[nn.Module]) -> None:
-    match = f"{counting.__name__} counts its steps.*use hook_with_zero_step"
-    raises_on_every_rank(counting_by_buckets, 2, RuntimeError, counting, module, match=match)
+def test_it_may_not_step_by_buckets() -> None:
+    match = "{} counts its steps.*use hook_with_zero_step"
+    runs = itertools.product(COUNTING, [MLP, OneWeight])
+    cases = [
+        (counting_by_buckets, RuntimeError, match.format(counting.__name__), counting, module)
+        for counting, module in runs
+    ]
+    each_raises_on_every_rank(2, cases)
 
 
 # ------------------------------------------------------------------------- communication hooks
@@ -395,11 +399,10 @@ def test_mistakes_are_refused_on_every_rank(way: str) -> None:
     assert run_ranks(each_refused, 2, way) == FINE
 
 
-@pytest.mark.parametrize("mistake", [not_all_joined, joined_the_other_way_round])
-def test_the_optimizer_joins_behind_ddp(mistake: Callable[[str], None]) -> None:
-    error, match = ERRORS[mistake]
-    for way in WAYS:
-        raises_on_every_rank(mistake, 2, error, way, match=match)
+def test_the_optimizer_joins_behind_ddp() -> None:
+    mistakes = (not_all_joined, joined_the_other_way_round)
+    cases = [(mistake, *ERRORS[mistake], way) for mistake in mistakes for way in WAYS]
+    each_raises_on_every_rank(2, cases)
 
 
 class Complex(torch.nn.Module):
@@ -413,6 +416,8 @@ def _tie_complex(way: str) -> None:
     tie(way, model, make_zero(model))
 
 
-@pytest.mark.parametrize("way", ["interleaved", "register"])
-def test_complex_parameters_are_refused_where_ddp_shows_them_as_real(way: str) -> None:
-    raises_on_every_rank(_tie_complex, 2, ValueError, way, match="'weight' is complex")
+def test_complex_parameters_are_refused_where_ddp_shows_them_as_real() -> None:
+    ways = ("interleaved", "register")
+    each_raises_on_every_rank(
+        2, [(_tie_complex, ValueError, "'weight' is complex", way) for way in ways]
+    )

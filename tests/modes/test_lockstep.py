@@ -6,6 +6,7 @@ And a batch that fails on one rank can be given up on all of them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ import pytest
 import torch
 from models import MLP_PROBLEM, PROBLEMS, SGD, Setup, rank, world_size
 from problems import differing
-from ranks import raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank, raises_on_every_rank, run_ranks
 from scenarios import ALL, APART, MODULE, sharded, unsharded
 from torch import Tensor, nn
 from traffic import counted
@@ -59,10 +60,10 @@ def _edited(mode: str, name: str, on: int | None) -> None:
 
 @pytest.mark.parametrize("mode", ["drop-in", "module", "register"])
 def test_other_parameters_in_the_groups_are_refused_on_every_rank(mode: str) -> None:
-    for name, (_, match) in EDITS.items():
-        raises_on_every_rank(_edited, 2, ValueError, mode, name, None, match=match)
-    for name, (_, match) in list(EDITS.items())[:3]:
-        raises_on_every_rank(_edited, 2, ValueError, mode, name, 1, match=f"rank 1: .*{match}")
+    edits = [(name, match) for name, (_, match) in EDITS.items()]
+    everywhere = [(_edited, ValueError, match, mode, name, None) for name, match in edits]
+    there = [(_edited, ValueError, f"rank 1: .*{match}", mode, name, 1) for name, match in edits]
+    each_raises_on_every_rank(2, everywhere + there[:3])
 
 
 # ------------------------------------------------------------------------------- out of step
@@ -92,18 +93,18 @@ def _differ(mode: str, act: Callable[[Setup], None]) -> None:
             act(setup)
 
 
-@pytest.mark.parametrize("mode", ALL)
-def test_other_options_are_named_on_every_rank(mode: str) -> None:
-    match = "'lr' of group 0 is 0.05 on rank 0 and 0.1 on rank 1"
-    raises_on_every_rank(_differ, 2, OutOfStepError, mode, _other_lr, match=match)
+DIFFER = {
+    _other_lr: "'lr' of group 0 is 0.05 on rank 0 and 0.1 on rank 1",
+    _missing_option: "'weight_decay' of group 0 is 0.01 on rank 0 and missing on rank 1",
+    _load_here: r"rank 0 counts 0 calls of load_state_dict\(\) where rank 1 counts 1",
+}
 
 
-@pytest.mark.parametrize("mode", ["drop-in", "module", "register"])
-def test_so_are_a_missing_option_and_a_load_on_one_rank(mode: str) -> None:
-    match = "'weight_decay' of group 0 is 0.01 on rank 0 and missing on rank 1"
-    raises_on_every_rank(_differ, 2, OutOfStepError, mode, _missing_option, match=match)
-    match = r"rank 0 counts 0 calls of load_state_dict\(\) where rank 1 counts 1"
-    raises_on_every_rank(_differ, 2, OutOfStepError, mode, _load_here, match=match)
+def test_other_options_and_a_load_on_one_rank_are_named_on_every_rank() -> None:
+    runs = [(mode, _other_lr) for mode in ALL]
+    runs += itertools.product(("drop-in", "module", "register"), [_missing_option, _load_here])
+    cases = [(_differ, OutOfStepError, DIFFER[act], mode, act) for mode, act in runs]
+    each_raises_on_every_rank(2, cases)
 
 
 def _caught(mode: str) -> None:
@@ -122,10 +123,9 @@ def _caught(mode: str) -> None:
             setup.opt.step(closure)
 
 
-@pytest.mark.parametrize("mode", MODULE)
-def test_a_closure_that_raised_on_one_rank_is_noticed_at_once(mode: str) -> None:
+def test_a_closure_that_raised_on_one_rank_is_noticed_at_once() -> None:
     match = r"rank 0 counts 0 calls of step\(\) that raised where rank 1 counts 1"
-    raises_on_every_rank(_caught, 2, OutOfStepError, mode, match=match)
+    each_raises_on_every_rank(2, [(_caught, OutOfStepError, match, mode) for mode in MODULE])
 
 
 def _one_more(what: str) -> None:
@@ -254,24 +254,23 @@ def _skipping(where: str, which: str) -> list[Tensor]:
     return [*setup.params, *setup.module.buffers()]
 
 
-def _equal(where: str, which: str, closure: bool) -> Any:
-    expected, got = _skipping(where, which), _recovering(where, which, closure)
-    if world_size() == 2:
-        return differing(expected, got)
-    return [n for n, (a, b) in enumerate(zip(expected, got, strict=True)) if not a.allclose(b)]
-
-
-@pytest.mark.parametrize("where", ["loader", "forward", "backward"])
-def test_a_batch_that_fails_on_a_rank_is_skipped_on_all(where: str) -> None:
+def _unequal(where: str) -> list[Any]:
+    found: list[Any] = []
     for number, which in enumerate(FAILS):
-        assert run_ranks(_equal, 2, where, which, bool(number % 2)) == [[]] * 2
+        closure = world_size() == 2 and number % 2 == 1
+        expected, got = _skipping(where, which), _recovering(where, which, closure)
+        if world_size() == 2:
+            found += [(which, each) for each in differing(expected, got)]
+        else:
+            pairs = enumerate(zip(expected, got, strict=True))
+            found += [(which, n) for n, (a, b) in pairs if not a.allclose(b)]
+    return found
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("where", ["loader", "forward", "backward"])
-def test_so_it_is_on_three(where: str) -> None:
-    for which in FAILS:
-        assert run_ranks(_equal, 3, where, which, False) == [[]] * 3
+def test_a_batch_that_fails_on_a_rank_is_skipped_on_all(where: str, world_size: int) -> None:
+    assert run_ranks(_unequal, world_size, where) == [[]] * world_size
 
 
 def _refused(mode: str) -> None:
@@ -299,5 +298,5 @@ def test_recover_is_refused_where_notes_are_not_waited_for() -> None:
 
 
 def test_recover_needs_a_module() -> None:
-    for mode in set(APART) - set(MODULE):
-        raises_on_every_rank(_refused, 2, RuntimeError, mode, match=r"needs module=")
+    modes = [mode for mode in APART if mode not in MODULE]
+    each_raises_on_every_rank(2, [(_refused, RuntimeError, "needs module=", m) for m in modes])

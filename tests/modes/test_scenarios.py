@@ -24,7 +24,7 @@ import uneven
 from doubles import AnyOrder, LateArrival
 from models import ADAMW, MLP_PROBLEM, PROBLEMS, rank, train
 from problems import copies, difference, differing
-from ranks import raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank, run_ranks
 from scenarios import ALL, APART, MODULE, REFUSED, SCENARIOS, compared, sharded, unsharded
 from torch import Tensor, optim
 
@@ -97,14 +97,17 @@ def test_nor_is_it_in_any_scenario(name: str, double: Any) -> None:
     assert run_ranks(_compare, 2, name, double=double) == [[], []]
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [(name, mode) for name, modes in REFUSED for mode in modes]
-)
-def test_refusals_are_raised_on_every_rank(name: str, mode: str) -> None:
-    error, match = next(
-        raised for (each, modes), raised in REFUSED.items() if each == name and mode in modes
-    )
-    raises_on_every_rank(_compare, 2, error, name, modes=[mode], match=match)
+def _refused(name: str, mode: str) -> None:
+    _compare(name, modes=[mode])
+
+
+def test_refusals_are_raised_on_every_rank() -> None:
+    cases = [
+        (_refused, error, match, name, mode)
+        for (name, modes), (error, match) in REFUSED.items()
+        for mode in modes
+    ]
+    each_raises_on_every_rank(2, cases)
 
 
 # ---------------------------------------------------------------------------- ranks and subgroups

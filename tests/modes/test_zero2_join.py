@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from models import ADAMW, MLP_PROBLEM, PROBLEMS, SGD, furthest, noise, rank, with_zero, world_size
 from problems import copies, differing
-from ranks import raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
@@ -82,19 +82,11 @@ def _throwing() -> None:
             zero.finish()
 
 
-def test_early_termination_can_be_an_error_on_every_rank() -> None:
-    raises_on_every_rank(_throwing, 2, RuntimeError, match="exhausted")
-
-
 def _not_first() -> None:
     one, two = with_zero(MLP_PROBLEM.fresh(), SGD), with_zero(MLP_PROBLEM.fresh(), SGD)
     with Join([one.opt, two.opt]):
         two.backward(0)
         two.finish()
-
-
-def test_an_optimizer_that_is_not_the_first_joinable_says_so() -> None:
-    raises_on_every_rank(_not_first, 2, RuntimeError, match=r"the first in Join\(\[\.\.\.\]\)")
 
 
 def _different_acts() -> None:
@@ -107,8 +99,13 @@ def _different_acts() -> None:
         zero.opt.step()
 
 
-def test_ranks_that_do_different_things_raise() -> None:
-    raises_on_every_rank(_different_acts, 2, RuntimeError, match="different things")
+def test_early_ends_other_joinables_first_and_different_acts_are_errors_on_every_rank() -> None:
+    cases = {
+        _throwing: "exhausted",
+        _not_first: r"the first in Join\(\[\.\.\.\]\)",
+        _different_acts: "different things",
+    }
+    each_raises_on_every_rank(2, [(fn, RuntimeError, match) for fn, match in cases.items()])
 
 
 def test_without_a_process_group_join_is_not_needed() -> None:

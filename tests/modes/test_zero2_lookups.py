@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from models import (
     with_zero,
 )
 from problems import copies, difference, differing, same_bits
-from ranks import raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank, run_ranks
 from surroundings import consolidated
 from torch import Tensor, nn, optim
 
@@ -34,8 +33,12 @@ from shardstep import ZeroRedundancyOptimizer
 # ------------------------------------------------------------------------------------ gradients
 
 
+WAYS = ("once", "held back", "after steps", "cleared in place", "cleared")
+
+
 def _pass(setup: Setup, problem: Problem, way: str) -> None:
     """Leave gradients, or none."""
+    setup.opt.zero_grad()
     if way == "after steps":
         train(setup, problem, range(2))
     with setup.no_sync() if way == "held back" else contextlib.nullcontext():
@@ -47,20 +50,22 @@ def _pass(setup: Setup, problem: Problem, way: str) -> None:
 
 
 def _gradients() -> list[str]:
+    """Each problem begins with another way."""
     failures = []
-    ways = ("once", "held back", "after steps", "cleared in place", "cleared")
-    for name, way in itertools.product(("mlp", "branching", "conv", "mixed dtypes"), ways):
+    for start, name in enumerate(("mlp", "branching", "conv", "mixed dtypes")):
         problem = PROBLEMS[name]
         ddp = with_ddp(problem.fresh(), SGD, find_unused_parameters=problem.find_unused)
-        _pass(ddp, problem, way)
-        for layout in ("sliced", "whole"):
-            zero = with_zero(problem.fresh(), SGD, layout=layout)
-            _pass(zero, problem, way)
-            for (n, theirs), ours in zip(
-                ddp.module.named_parameters(), zero.module.parameters(), strict=True
-            ):
-                found = [difference(theirs.grad, zero.opt.full_grad(asked)) for asked in (n, ours)]
-                failures += [f"{name}, {way}, {layout}: {n} {each}" for each in found if each]
+        zeros = {each: with_zero(problem.fresh(), SGD, layout=each) for each in ("sliced", "whole")}
+        for way in (*WAYS[start:], *WAYS[:start]):
+            _pass(ddp, problem, way)
+            for layout, zero in zeros.items():
+                _pass(zero, problem, way)
+                for (n, theirs), ours in zip(
+                    ddp.module.named_parameters(), zero.module.parameters(), strict=True
+                ):
+                    got = [zero.opt.full_grad(asked) for asked in (n, ours)]
+                    found = difference([theirs.grad] * 2, got)
+                    failures += [f"{name}, {way}, {layout}: {n} {found}"] if found else []
     return failures
 
 
@@ -132,12 +137,12 @@ def _unknown(asked: str) -> None:
 
 
 def test_an_unknown_parameter_raises_on_every_rank() -> None:
-    for asked, match in (
-        ("name", r"layers\.9\.weight.*not a parameter"),
-        ("tensor", "the given tensor is not a parameter"),
-        ("state", r"layers\.9\.weight"),
-    ):
-        raises_on_every_rank(_unknown, 2, ValueError, asked, match=match)
+    asked = {
+        "name": r"layers\.9\.weight.*not a parameter",
+        "tensor": "the given tensor is not a parameter",
+        "state": r"layers\.9\.weight",
+    }
+    each_raises_on_every_rank(2, [(_unknown, ValueError, asked[each], each) for each in asked])
 
 
 # ----------------------------------------------------------------------------------------- undoing
@@ -219,19 +224,16 @@ def _second_optimizer() -> None:
     with_zero(first.module.get_submodule("layers"), ADAMW)
 
 
-def test_an_optimizer_beside_one_that_was_not_detached_is_refused() -> None:
-    """Both would take the gradients away, and each would find a part of them."""
-    match = r"'0\.weight' .*another optimizer.*detach\(\)"
-    raises_on_every_rank(_second_optimizer, 2, ValueError, match=match)
-
-
 def _added_to_a_second() -> None:
     first, second = (with_zero(MLP_PROBLEM.fresh(), SGD) for _ in range(2))
     second.opt.add_param_group({"params": list(first.module.parameters())})
 
 
-def test_parameters_of_one_that_was_not_detached_cannot_be_added_to_another() -> None:
-    raises_on_every_rank(_added_to_a_second, 2, ValueError, match=r"another optimizer.*detach\(\)")
+def test_parameters_of_an_optimizer_that_was_not_detached_are_refused_by_another() -> None:
+    """Both would take the gradients away, and each would find a part of them."""
+    match = r"another optimizer.*detach\(\)"
+    second = (_second_optimizer, ValueError, rf"'0\.weight' .*{match}")
+    each_raises_on_every_rank(2, [second, (_added_to_a_second, ValueError, match)])
 
 
 def _refused_and_trained_on() -> tuple[list[int], list[int]]:
@@ -289,12 +291,13 @@ def _other_buffers() -> None:
 
 
 def test_a_module_that_does_not_fit_is_an_error_on_every_rank() -> None:
-    raises_on_every_rank(_other_parameters, 2, ValueError, match="not a parameter of the given")
-    raises_on_every_rank(_too_few, 2, ValueError, match=r"'layers\.0\.weight'.*not given")
-    raises_on_every_rank(
-        _too_few_on_one_rank, 2, (ValueError, RuntimeError), match=r"layers\.0\.weight"
-    )
-    raises_on_every_rank(_other_buffers, 2, ValueError, match="buffer 'seen'")
+    cases = [
+        (_other_parameters, ValueError, "not a parameter of the given"),
+        (_too_few, ValueError, r"'layers\.0\.weight'.*not given"),
+        (_too_few_on_one_rank, (ValueError, RuntimeError), r"layers\.0\.weight"),
+        (_other_buffers, ValueError, "buffer 'seen'"),
+    ]
+    each_raises_on_every_rank(2, cases)
 
 
 # --------------------------------------------------------------------------------------- the start

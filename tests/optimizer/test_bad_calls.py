@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bad import SECONDS, SGD, Adam, build, p, sparse
-from ranks import raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank, raises_on_every_rank, run_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -72,18 +72,20 @@ def add_bad_group(case: str, where: str, view: bool) -> tuple[str, str]:
     return seen
 
 
-@pytest.mark.parametrize("case", BAD_GROUPS)
+def add_bad_groups(where: str) -> list[tuple[str, str]]:
+    return [add_bad_group(case, where, view) for case in BAD_GROUPS for view in (False, True)]
+
+
 @pytest.mark.parametrize("where", ["everywhere", "on rank 1"])
-@pytest.mark.parametrize("view", [False, True])
-def test_a_bad_group_is_refused_on_every_rank_and_changes_nothing(
-    case: str, where: str, view: bool
-) -> None:
-    error = BAD_GROUPS[case][1]
-    seen = run_ranks(add_bad_group, 2, case, where, view, timeout=SECONDS)
-    elsewhere = error.__name__ if where == "everywhere" else "RuntimeError"
-    assert [kind for kind, _ in seen] == [elsewhere, error.__name__]
-    if where == "on rank 1":
-        assert "add_param_group failed on rank 1" in seen[0][1]
+def test_a_bad_group_is_refused_on_every_rank_and_changes_nothing(where: str) -> None:
+    errors = [error.__name__ for _, error in BAD_GROUPS.values() for _ in range(2)]
+    here, there = run_ranks(add_bad_groups, 2, where)
+    assert [kind for kind, _ in there] == errors
+    if where == "everywhere":
+        assert [kind for kind, _ in here] == errors
+    else:
+        assert {kind for kind, _ in here} == {"RuntimeError"}
+        assert all("add_param_group failed on rank 1" in message for _, message in here)
 
 
 def test_groups_that_differ_between_ranks_are_refused_and_change_nothing() -> None:
@@ -113,21 +115,15 @@ def consolidate(to: list[int]) -> None:
         raise
 
 
-@pytest.mark.parametrize("to", [7, 2, -1])
-def test_consolidating_to_a_rank_that_is_not_there_is_refused(to: int) -> None:
-    message = f"to={to} is not a rank of this group of 2 ranks"
-    raises_on_every_rank(consolidate, 2, ValueError, [to, to], match=message, timeout=SECONDS)
-
-
-def test_consolidating_to_different_ranks_is_refused() -> None:
-    message = "consolidate_state_dict .*rank 0 has to=0 where rank 1 has to=1"
-    raises_on_every_rank(consolidate, 2, ValueError, [0, 1], match=message, timeout=SECONDS)
-
-
-def test_consolidating_to_a_missing_rank_on_one_rank_is_refused_on_all() -> None:
-    seen = raises_on_every_rank(
-        consolidate, 2, (ValueError, RuntimeError), [0, 7], match="to=7", timeout=SECONDS
-    )
+def test_consolidating_to_a_rank_that_is_not_there_or_to_different_ranks_is_refused() -> None:
+    missing = "to={} is not a rank of this group of 2 ranks"
+    differ = "consolidate_state_dict .*rank 0 has to=0 where rank 1 has to=1"
+    cases: list[tuple[Any, ...]] = [
+        *((consolidate, ValueError, missing.format(to), [to, to]) for to in (7, 2, -1)),
+        (consolidate, ValueError, differ, [0, 1]),
+        (consolidate, (ValueError, RuntimeError), "to=7", [0, 7]),
+    ]
+    *_, seen = each_raises_on_every_rank(2, cases)
     assert [kind for kind, _ in seen] == ["RuntimeError", "ValueError"]
     assert "failed on rank 1" in seen[0][1]
 
@@ -210,6 +206,9 @@ def test_a_sparse_gradient_of_a_whole_parameter_is_taken() -> None:
 # --------------------------------------------------------- ranks that have nothing to update
 
 
+LAYOUTS = [{"layout": "auto"}, {"layout": "sliced"}, {"layout": "whole"}]
+
+
 class AsksTheFirst(SGD):
     """Cannot do without parameters."""
 
@@ -225,7 +224,7 @@ class WantsClosure(SGD):
         return super().step(closure)
 
 
-def one_step(cls: Any, **options: Any) -> list[float]:
+def one_step(cls: Any, options: dict[str, Any]) -> list[float]:
     params = [p(50), p(9, 9)]
     opt = ZeroRedundancyOptimizer(params, cls, lr=0.5, **options)
     for param in params:
@@ -234,28 +233,25 @@ def one_step(cls: Any, **options: Any) -> list[float]:
     return torch.cat([param.detach().flatten() for param in params]).unique().tolist()
 
 
-@pytest.mark.parametrize("layout", ["auto", "sliced", "whole"])
-def test_a_class_that_cannot_do_without_parameters_is_refused_where_a_rank_has_none(
-    layout: str,
-) -> None:
-    assert run_ranks(one_step, 2, AsksTheFirst, layout=layout) == [[0.5]] * 2
+def one_step_in_each_layout() -> list[list[float]]:
+    return [one_step(AsksTheFirst, options) for options in LAYOUTS]
+
+
+def test_a_class_that_cannot_do_without_parameters_is_refused_where_a_rank_has_none() -> None:
+    assert run_ranks(one_step_in_each_layout, 2) == [[[0.5]] * 3] * 2
     match = "owns no parameters, and AsksTheFirst cannot step without any"
-    raises_on_every_rank(
-        one_step,
-        5,
-        (ValueError, RuntimeError),
-        AsksTheFirst,
-        layout=layout,
-        match=match,
-        timeout=SECONDS,
-    )
+    errors = (ValueError, RuntimeError)
+    cases = [(one_step, errors, match, AsksTheFirst, options) for options in LAYOUTS]
+    each_raises_on_every_rank(5, cases)
 
 
 def test_a_class_that_can_do_without_them_is_not() -> None:
-    assert run_ranks(one_step, 5, SGD) == [[0.5]] * 5
-    assert run_ranks(one_step, 5, WantsClosure) == [[0.5]] * 5
-    groups = run_ranks(step_of_two_classes, 5)
-    assert groups == [groups[0]] * 5
+    steps = run_ranks(steps_of_several_classes, 5)
+    assert steps == [([0.5], [0.5], steps[0][2])] * 5
+
+
+def steps_of_several_classes() -> tuple[list[float], ...]:
+    return one_step(SGD, {}), one_step(WantsClosure, {}), step_of_two_classes()
 
 
 def step_of_two_classes() -> list[float]:

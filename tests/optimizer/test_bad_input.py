@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from bad import SECONDS, SGD, Adam, build, p, sparse
-from ranks import raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank, raises_on_every_rank, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -123,18 +122,14 @@ def construct_differing(case: str) -> None:
     build(**DIFFERENT[case][0](min(1, dist.get_rank())))
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_ranks_that_were_given_different_things_all_say_what_differs(case: str) -> None:
-    _, here, there = DIFFERENT[case]
-    seen = raises_on_every_rank(
-        construct_differing,
-        2,
-        ValueError,
-        case,
-        match=f"rank 0 has .*{here}.* where rank 1 has .*{there}.*on all ranks",
-        timeout=SECONDS,
-    )
-    assert len(set(seen)) == 1, "all ranks say the same"
+def test_ranks_that_were_given_different_things_all_say_what_differs() -> None:
+    match = "rank 0 has .*{}.* where rank 1 has .*{}.*on all ranks"
+    cases = [
+        (construct_differing, ValueError, match.format(here, there), case)
+        for case, (_, here, there) in DIFFERENT.items()
+    ]
+    for seen in each_raises_on_every_rank(2, cases):
+        assert len(set(seen)) == 1, "all ranks say the same"
 
 
 def construct_with_one_that_differs(which: int) -> None:
@@ -326,11 +321,10 @@ def construct_bad(case: str) -> None:
     build(**BAD[case][0]())
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_on_every_rank(case: str) -> None:
-    _, error, message = BAD[case]
-    seen = raises_on_every_rank(construct_bad, 2, error, case, match=message, timeout=SECONDS)
-    assert {kind for kind, _ in seen} == {error.__name__}, "exactly this type"
+def test_bad_input_is_refused_on_every_rank() -> None:
+    cases = [(construct_bad, error, match, case) for case, (_, error, match) in BAD.items()]
+    for (_, error, *_), seen in zip(cases, each_raises_on_every_rank(2, cases), strict=True):
+        assert {kind for kind, _ in seen} == {error.__name__}, "exactly this type"
 
 
 def upstream_types() -> dict[str, type[Exception]]:
@@ -371,13 +365,14 @@ ON_ONE_RANK = [
 ]
 
 
-@pytest.mark.parametrize("case", ON_ONE_RANK)
-def test_bad_input_on_one_rank_is_its_own_error_there_and_reported_elsewhere(case: str) -> None:
-    _, error, message = BAD[case]
-    seen = raises_on_every_rank(
-        construct_bad_on_rank_1, 3, (error, RuntimeError), case, match=message, timeout=SECONDS
-    )
-    assert [kind for kind, _ in seen] == ["RuntimeError", error.__name__, "RuntimeError"]
-    for rank in (0, 2):
-        assert "failed on rank 1, so it fails on every rank" in seen[rank][1]
-        assert error.__name__ in seen[rank][1]
+def test_bad_input_on_one_rank_is_its_own_error_there_and_reported_elsewhere() -> None:
+    errors = [(BAD[case][1], RuntimeError) for case in ON_ONE_RANK]
+    cases = [
+        (construct_bad_on_rank_1, either, BAD[case][2], case)
+        for case, either in zip(ON_ONE_RANK, errors, strict=True)
+    ]
+    for (error, _), seen in zip(errors, each_raises_on_every_rank(3, cases), strict=True):
+        assert [kind for kind, _ in seen] == ["RuntimeError", error.__name__, "RuntimeError"]
+        for rank in (0, 2):
+            assert "failed on rank 1, so it fails on every rank" in seen[rank][1]
+            assert error.__name__ in seen[rank][1]

@@ -29,7 +29,7 @@ from torch import nn, optim
 
 from shardstep import ZeroRedundancyOptimizer
 
-STEPS = range(20)
+STEPS = range(12)
 BUCKET_BYTES = 1 << 12
 """Small, so that there are several buckets."""
 
@@ -90,13 +90,15 @@ def _mixed_dtypes() -> list[str]:
         Case(optim.RMSprop, {"momentum": 0.9}),
         Case(optim.Adagrad, {"lr_decay": 0.1}),
     ]
-    for case, layout, view in itertools.product(cases, LAYOUTS, (False, True)):
+    for number, case in enumerate(cases):
         params = make_params(shapes, frozen=(3,), dtypes=dtypes)
         expected = train(unsharded(case, params), params, STEPS)
-        params = make_params(shapes, frozen=(3,), dtypes=dtypes)
-        opt = sharded(case, params, layout=layout, parameters_as_bucket_view=view)
-        if wrong := differing(expected, train(opt, params, STEPS)):
-            failures.append(f"{case}, layout {layout}, view {view}: parameters {wrong}")
+        for place, layout in enumerate(LAYOUTS):
+            view = (number + place) % 2 == 0
+            params = make_params(shapes, frozen=(3,), dtypes=dtypes)
+            opt = sharded(case, params, layout=layout, parameters_as_bucket_view=view)
+            if wrong := differing(expected, train(opt, params, STEPS)):
+                failures.append(f"{case}, layout {layout}, view {view}: parameters {wrong}")
     return failures
 
 

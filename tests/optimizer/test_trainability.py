@@ -21,7 +21,7 @@ from problems import (
     set_gradients,
     train,
 )
-from ranks import raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank, raises_on_every_rank, run_ranks
 from torch import nn, optim
 from traffic import counted
 
@@ -302,10 +302,10 @@ def _other_shape(rows: int, with_module: bool) -> None:
         module.weight.data, module.bias.data = torch.ones(rows, 16), torch.ones(rows)
 
 
-@pytest.mark.parametrize("with_module", [False, True])
-def test_data_of_a_shape_that_state_does_not_fit_is_refused_everywhere(with_module: bool) -> None:
+def test_data_of_a_shape_that_state_does_not_fit_is_refused_everywhere() -> None:
     match = r"'.*' was given data of shape \(80, 16\) in place of \(64, 16\)"
-    raises_on_every_rank(_other_shape, 2, RuntimeError, 80, with_module, match=match)
+    cases = [(_other_shape, RuntimeError, match, 80, module) for module in (False, True)]
+    each_raises_on_every_rank(2, cases)
 
 
 def _checkpoints(layout: str, view: bool) -> list[str]:

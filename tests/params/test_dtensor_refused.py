@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dtensors import CASES, MESHES, made_params, make_mesh, make_model, placed_as, sharded
-from ranks import raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank, run_ranks
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -82,11 +83,15 @@ REFUSED: dict[str, tuple[tuple[int, int], str, Any, dict[str, Any], type[Excepti
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_right_is_refused_on_every_rank(name: str) -> None:
-    (dp, tp), placement, optimizer_class, options, error, match = REFUSED[name]
-    args = (dp, tp, placement, optimizer_class, options)
-    raises_on_every_rank(_build, dp * tp, error, *args, match=match)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_cannot_be_right_is_refused_on_every_rank(ranks: int) -> None:
+    cases = [
+        (_build, error, match, *mesh, *arguments)
+        for mesh, *arguments, error, match in REFUSED.values()
+        if math.prod(mesh) == ranks
+    ]
+    assert cases
+    each_raises_on_every_rank(ranks, cases)
 
 
 class Signs(RowNorms):
@@ -128,12 +133,14 @@ def _checkpointed(how: str, path: str) -> None:
     acts[how]()
 
 
-ACTS = ["save", "async", "save model", "load", "stateful", "join", "dcp", "dcp load"]
+ERRORS: dict[str, Any] = dict.fromkeys(
+    ("save", "async", "save model", "load", "stateful", "join"), TypeError
+)
+# DCP reports what ranks raise in an error of its own.
+ERRORS |= dict.fromkeys(("dcp", "dcp load"), (TypeError, dcp.api.CheckpointException))
 
 
-@pytest.mark.parametrize("how", ACTS)
-def test_what_knows_nothing_of_parts_refuses_dtensors(how: str, tmp_path: Path) -> None:
-    # DCP reports what ranks raise in an error of its own.
-    errors = (TypeError, dcp.api.CheckpointException) if how.startswith("dcp") else TypeError
+def test_what_knows_nothing_of_parts_refuses_dtensors(tmp_path: Path) -> None:
     match = "parameter '.*' is a DTensor: "
-    raises_on_every_rank(_checkpointed, 4, errors, how, str(tmp_path), match=match)
+    cases = [(_checkpointed, ERRORS[how], match, how, str(tmp_path)) for how in ERRORS]
+    each_raises_on_every_rank(4, cases)

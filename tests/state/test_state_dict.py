@@ -126,15 +126,6 @@ def test_the_consolidated_dict_is_the_unsharded_one_and_only_its_receiver_has_it
     run_ranks(_consolidates_to_the_unsharded_dict, world_size)
 
 
-def _consolidate_to(to: int | None) -> None:
-    zero(Case(optim.SGD))[1].consolidate_state_dict(to=dist.get_rank() if to is None else to)
-
-
-@pytest.mark.parametrize(("to", "match"), [(2, "to=2"), (-1, "to=-1"), (None, "to=0.*to=1")])
-def test_a_receiver_that_does_not_exist_or_is_disputed_is_refused(to: Any, match: str) -> None:
-    raises_on_every_rank(_consolidate_to, 2, ValueError, to, match=match)
-
-
 def _names(layout: str) -> str | None:
     dicts = []
     for make in (optim.AdamW, partial(ZeroRedundancyOptimizer, optimizer_class=optim.AdamW)):

@@ -57,6 +57,7 @@ import torch.distributed as dist
 from shared_gpu import ENVIRONMENT
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 T = TypeVar("T")
 
@@ -246,6 +247,35 @@ def raises_on_every_rank(
         **kwargs: ``timeout``, ``backend`` and ``fresh`` of `run_ranks`; the rest is for ``fn``.
     """
     return run_ranks(_expect_raise, world_size, fn, exception, match, *args, **kwargs)
+
+
+def each_raises_on_every_rank(
+    world_size: int, cases: Sequence[tuple[Any, ...]], **options: Any
+) -> list[list[tuple[str, str]]]:
+    """Check several cases as `raises_on_every_rank` does, in one call.
+
+    No rank begins a case before all have raised in the one before.
+
+    Args:
+        world_size: The number of ranks.
+        cases: A tuple for each: ``fn``, ``exception``, ``match`` and arguments for ``fn``.
+        **options: ``timeout``, ``backend`` and ``fresh`` of `run_ranks`.
+
+    Returns:
+        For each case, (type name, message) in rank order.
+    """
+    seen = run_ranks(_expect_each, world_size, cases, **options)
+    return [list(case) for case in zip(*seen, strict=True)]
+
+
+def _expect_each(cases: Sequence[tuple[Any, ...]]) -> list[tuple[str, str]]:
+    store, raised = _get_default_store(), []
+    for number, case in enumerate(cases):
+        raised.append(_expect_raise(*case))
+        if store.add(f"raised {number}", 1) == dist.get_world_size():
+            store.set(f"all raised {number}", "")
+        store.wait([f"all raised {number}"])
+    return raised
 
 
 def _expect_raise(
