@@ -25,7 +25,7 @@ def _shorten() -> None:
 
 def _equal_ddp(name: str) -> tuple[list[str], int, int]:
     _shorten()
-    found = compared([name], modes=[*MODULE, "register"])
+    found = compared([name], modes=["drop-in", *MODULE, "register"])
     zero = with_zero(MLP_PROBLEM.fresh(), ADAMW, layout="whole", bucket_bytes=2**20)
     lanes: Any = zero.opt.mode.pipeline.gradients.lanes
     numels = [each.message.numel for lane in lanes for each in lane.packings]

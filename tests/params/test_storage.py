@@ -121,14 +121,15 @@ def assert_same(params: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 def gather_by_hand(plan: ShardPlan, homes: Sequence[ParamStorage]) -> None:
     """What communication does: every rank's segment into every rank's buffer."""
     for bucket in plan.training_buckets:
-        buffers = [home.load(bucket) for home in homes]
+        (message,) = homes[0].messages(bucket)
+        buffers = [home.load(message) for home in homes]
         for owner in range(plan.world_size):
             own = bucket.segment(owner).slice
             sent = buffers[owner][own].clone()
             for buffer in buffers:
                 buffer[own] = sent
-        for home, buffer in zip(homes, buffers, strict=True):
-            home.store(bucket, buffer)
+        for home in homes:
+            home.store(message)
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -168,7 +169,7 @@ def test_own_storage_keeps_two_buffers_of_the_largest_bucket_and_leaves_paramete
     assert home.nbytes == 2 * max(bucket.nbytes for bucket in plan.training_buckets)
     # As many buckets as it says may be in flight together: their buffers are apart.
     for one, following in zip(plan.training_buckets, plan.training_buckets[1:], strict=False):
-        buffers = [home.load(one), home.load(following)]
+        buffers = [home.load(*home.messages(one)), home.load(*home.messages(following))]
         starts = [buffer.data_ptr() for buffer in buffers]
         assert abs(starts[0] - starts[1]) >= buffers[starts[1] < starts[0]].nbytes
     home.detach(range(len(params)))
@@ -189,7 +190,7 @@ def test_bucket_views_make_trainable_parameters_views_of_the_buckets(world_size:
     assert [id(param) for param in params] == objects
     assert params[-1].data_ptr() == frozen_at, "frozen parameters are not moved"
     for bucket in plan.training_buckets:
-        buffer = home.load(bucket)
+        buffer = home.load(*home.messages(bucket))
         for slot in bucket.slots:
             if slot.numel:
                 offset = params[slot.param].data_ptr() - buffer.data_ptr()
@@ -256,7 +257,7 @@ def test_a_home_is_intact_until_a_parameter_moves_and_again_after_attach(
         for param in params:
             param.data.add_(1)
         for bucket in plan.training_buckets:
-            buffer = mine.load(bucket)
+            buffer = mine.load(*mine.messages(bucket))
             assert (buffer.dtype, buffer.shape) == (bucket.dtype, (bucket.numel,))
             for piece in bucket.pieces(0):
                 own = flat(params[piece.param])[piece.param_interval.slice]
@@ -273,6 +274,6 @@ def test_detached_parameters_no_longer_lie_in_the_buckets() -> None:
     assert_same(params, expected)
     assert not home.intact()
     for bucket in plan.training_buckets:
-        home.load(bucket).fill_(-1)
+        home.load(*home.messages(bucket)).fill_(-1)
     assert_same([params[1], params[4]], [expected[1], expected[4]])
     assert torch.equal(params[0], torch.full_like(params[0], -1)), "the others still do"

@@ -6,13 +6,12 @@ from collections import deque
 from collections.abc import Collection
 from typing import Protocol
 
-import torch
 from typing_extensions import override
 
 from shardstep.comm import Comm, Work
 from shardstep.comm.spans import span
 from shardstep.params.storage import ParamStorage
-from shardstep.plan import Bucket, ShardPlan
+from shardstep.plan import Message, ShardPlan
 
 
 class ParamGather(Protocol):
@@ -66,24 +65,25 @@ class ImmediateGather(ParamGather):
 
     @override
     def launch(self, buckets: Collection[int] | None = None) -> None:
-        in_flight: deque[tuple[Bucket, torch.Tensor, Work]] = deque()
+        in_flight: deque[tuple[Message, Work]] = deque()
 
         def wait_for_oldest() -> None:
-            bucket, buffer, work = in_flight.popleft()
-            with span("wait for gather", bucket.index):
+            message, work = in_flight.popleft()
+            with span("wait for gather", message.bucket.index):
                 work.wait()
-            self._storage.store(bucket, buffer)
+            self._storage.store(message)
 
         if self._comm.world_size == 1:
             return
         for bucket in self._plan.training_buckets:
             if buckets is not None and bucket.index not in buckets:
                 continue
-            if len(in_flight) == self._storage.depth:
-                wait_for_oldest()
-            with span("gather", bucket.index):
-                buffer = self._storage.load(bucket)
-                in_flight.append((bucket, buffer, self._comm.all_gather(buffer, bucket.cuts)))
+            for message in self._storage.messages(bucket):
+                if len(in_flight) == self._storage.depth:
+                    wait_for_oldest()
+                with span("gather", bucket.index):
+                    buffer = self._storage.load(message)
+                    in_flight.append((message, self._comm.all_gather(buffer, message.cuts)))
         while in_flight:
             wait_for_oldest()
         self.wait_for_errors()

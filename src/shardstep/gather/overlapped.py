@@ -81,7 +81,8 @@ class OverlappedGather(ParamGather):
                 continue
             try:
                 with span("gather", number):
-                    work = self._comm.all_gather(self._storage.load(bucket), bucket.cuts)
+                    (message,) = self._storage.messages(bucket)
+                    work = self._comm.all_gather(self._storage.load(message), message.cuts)
             except RuntimeError as raised:
                 error = error or raised
                 work = FailedGather(error)

@@ -346,7 +346,7 @@ def _parts(
     if message.numel < message.bucket.numel:
         return [
             (number, elements.slice, buffer[offset : offset + elements.numel])
-            for number, elements, offset in message.parts()
+            for _, number, elements, offset in message.parts()
         ]
     specs = [plan.specs[slot.param] for slot in message.bucket.slots]
     return [

@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack
 from typing_extensions import override
 
 from shardstep.params.dtensor import is_dtensor, local_part
-from shardstep.plan import Bucket, ShardPlan
+from shardstep.plan import Bucket, Message, ShardPlan, messages_of, whole_message
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Targets and sources."""
@@ -64,7 +64,7 @@ class ParamStorage(ABC):
     """The memory of the parameters between steps.
 
     Attributes:
-        depth: the number of buckets that may be loaded and not yet stored; None for any number.
+        depth: the number of messages that may be loaded and not yet stored; None for any number.
         nbytes: bytes held beyond the parameters themselves.
     """
 
@@ -76,8 +76,6 @@ class ParamStorage(ABC):
         self._params = params
         self._group_rank = group_rank
         self._has_dtensors = any(map(is_dtensor, params))
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._slices: dict[int, torch.Tensor] = {}
         self._attached: list[tuple[int, tuple[int, ...]]] = []
 
     def flat(self, param: int) -> torch.Tensor:
@@ -107,18 +105,22 @@ class ParamStorage(ABC):
         """Give these parameters separate storage, if they lie in a shared buffer."""
 
     @abstractmethod
-    def load(self, bucket: Bucket) -> torch.Tensor:
-        """Return a flat buffer for `bucket` in which this rank's segment is up to date."""
+    def messages(self, bucket: Bucket) -> Sequence[Message]:
+        """Return the messages in which `bucket` travels."""
 
     @abstractmethod
-    def store(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Copy the other ranks' segments from `buffer` to where the parameters read them."""
+    def load(self, message: Message) -> torch.Tensor:
+        """Return a flat buffer for `message` in which this rank's part is up to date."""
+
+    @abstractmethod
+    def store(self, message: Message) -> None:
+        """Copy the other ranks' parts of a loaded message to where the parameters read them."""
 
 
 class OwnStorage(ParamStorage):
-    """Parameters in the storage they came with. Buckets are packed to be sent.
+    """Parameters in the storage they came with. Buckets are packed into messages to be sent.
 
-    Two buffers of the largest bucket's size are kept per device and used in turn: one is packed or
+    Two buffers of the longest message's size are kept per device and used in turn: one is packed or
     unpacked while the other is in flight.
     """
 
@@ -126,51 +128,56 @@ class OwnStorage(ParamStorage):
 
     @override
     def _allocate(self) -> None:
-        self._packing: dict[int, Copies] = {}
-        self._unpacking: dict[int, Copies] = {}
+        # Of each message its buffer, and the copies before it is sent and after it has come.
+        self._packed: dict[tuple[int, int], tuple[torch.Tensor, Copies, Copies]] = {}
         # One rank has everything already and sends nothing.
         buckets = self._plan.training_buckets if self._plan.world_size > 1 else ()
+        self._messages = {b.index: messages_of(b, b.dtype.itemsize) for b in buckets}
         self.nbytes = 0
         for device in sorted({bucket.device for bucket in buckets}):
             on_device = [bucket for bucket in buckets if bucket.device == device]
-            nbytes = max(bucket.nbytes for bucket in on_device)
+            messages = [each for bucket in on_device for each in self._messages[bucket.index]]
+            nbytes = max(each.numel * each.bucket.dtype.itemsize for each in messages)
             place = self._params[on_device[0].slots[0].param].device
             pool = [
-                torch.zeros(nbytes, dtype=torch.uint8, device=place)
-                for _ in on_device[: self.depth]
+                torch.zeros(nbytes, dtype=torch.uint8, device=place) for _ in messages[: self.depth]
             ]
             self.nbytes += nbytes * len(pool)
-            for number, bucket in enumerate(on_device):
-                self._connect(bucket, pool[number % len(pool)])
+            for number, message in enumerate(messages):
+                self._connect(message, pool[number % len(pool)])
 
-    def _connect(self, bucket: Bucket, pooled: torch.Tensor) -> None:
-        """Remember the copies between one bucket's buffer and the parameters."""
-        buffer = self._buffers[bucket.index] = pooled[: bucket.nbytes].view(bucket.dtype)
+    def _connect(self, message: Message, pooled: torch.Tensor) -> None:
+        """Remember the copies between one message's buffer and the parameters."""
+        dtype, slots = message.bucket.dtype, message.bucket.slots
+        buffer = pooled[: message.numel * dtype.itemsize].view(dtype)
         own: Copies = ([], [])
         others: Copies = ([], [])
-        for group_rank in range(self._plan.world_size):
+        for group_rank, number, elements, offset in message.parts():
             in_params, in_buffer = own if group_rank == self._group_rank else others
-            for piece in bucket.pieces(group_rank):
-                # `.data`, so that autograd does not take a parameter that is written back unchanged
-                # for one that has changed.
-                param = flat(local_part(self._params[piece.param]).data)
-                in_params.append(param[piece.param_interval.slice])
-                in_buffer.append(buffer[piece.bucket_interval.slice])
-        self._packing[bucket.index] = (own[1], own[0])
-        self._unpacking[bucket.index] = others
+            # `.data`, so that autograd does not take a parameter that is written back unchanged for
+            # one that has changed.
+            param = flat(local_part(self._params[slots[number].param]).data)
+            in_params.append(param[elements.slice])
+            in_buffer.append(buffer[offset : offset + elements.numel])
+        self._packed[_key(message)] = (buffer, (own[1], own[0]), others)
 
     @override
     def detach(self, params: Iterable[int]) -> None:
         pass
 
     @override
-    def load(self, bucket: Bucket) -> torch.Tensor:
-        _copy_all(*self._packing[bucket.index])
-        return self._buffers[bucket.index]
+    def messages(self, bucket: Bucket) -> Sequence[Message]:
+        return self._messages[bucket.index]
 
     @override
-    def store(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        _copy_all(*self._unpacking[bucket.index])
+    def load(self, message: Message) -> torch.Tensor:
+        buffer, packing, _ = self._packed[_key(message)]
+        _copy_all(*packing)
+        return buffer
+
+    @override
+    def store(self, message: Message) -> None:
+        _copy_all(*self._packed[_key(message)][2])
 
 
 class BucketViews(ParamStorage):
@@ -181,6 +188,11 @@ class BucketViews(ParamStorage):
     """
 
     depth = None
+
+    def __init__(self, plan: ShardPlan, params: Sequence[torch.Tensor], group_rank: int) -> None:
+        super().__init__(plan, params, group_rank)
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._slices: dict[int, torch.Tensor] = {}
 
     @override
     def flat(self, param: int) -> torch.Tensor:
@@ -216,12 +228,20 @@ class BucketViews(ParamStorage):
             part.data = part.detach().clone()
 
     @override
-    def load(self, bucket: Bucket) -> torch.Tensor:
-        return self._buffers[bucket.index]
+    def messages(self, bucket: Bucket) -> Sequence[Message]:
+        return [whole_message(bucket)]
 
     @override
-    def store(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+    def load(self, message: Message) -> torch.Tensor:
+        return self._buffers[message.bucket.index]
+
+    @override
+    def store(self, message: Message) -> None:
         pass
+
+
+def _key(message: Message) -> tuple[int, int]:
+    return message.bucket.index, message.stretch.start
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

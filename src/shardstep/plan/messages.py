@@ -1,12 +1,13 @@
-"""The messages in which a bucket's gradients travel.
+"""The messages in which a bucket travels if it has to be packed.
 
 A bucket that is longer than a message, such as one with a large embedding, travels in several: each
 has the same stretch of every rank's segment. So a large parameter does not set the size of the
-buffers that gradients are packed into.
+buffers that gradients or parameters are packed into.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -43,15 +44,19 @@ class Message:
         segment = self.bucket.segment(group_rank)
         return self.stretch.intersect(Interval(0, segment.numel))
 
-    def parts(self) -> Iterator[tuple[int, Interval, int]]:
-        """Yield the number of each slot, its elements here, and their offset here."""
+    def parts(self) -> Iterator[tuple[int, int, Interval, int]]:
+        """Yield each rank, the number of each slot, its elements here, and their offset here."""
+        slots = self.bucket.slots
         for group_rank, (start, stop) in enumerate(pairwise(self.cuts)):
             first = self.bucket.cuts[group_rank] + self.stretch.start
             here = Interval(first, first + stop - start)
-            for number, slot in enumerate(self.bucket.slots):
-                held = Interval(slot.bucket_offset, slot.bucket_offset + slot.numel).intersect(here)
+            number = bisect_right(slots, here.start, key=lambda slot: slot.footprint.stop)
+            while number < len(slots) and slots[number].bucket_offset < here.stop:
+                offset = slots[number].bucket_offset
+                held = Interval(offset, offset + slots[number].numel).intersect(here)
                 if held.numel:
-                    yield number, held.shift(-slot.bucket_offset), start + held.start - first
+                    yield group_rank, number, held.shift(-offset), start + held.start - first
+                number += 1
 
 
 def messages_of(bucket: Bucket, itemsize: int) -> list[Message]:
@@ -60,7 +65,7 @@ def messages_of(bucket: Bucket, itemsize: int) -> list[Message]:
     floor = world_size * ALIGNMENT * MIN_SEGMENT_UNITS
     count = -(-bucket.numel // max(floor, MAX_MESSAGE_BYTES // itemsize))
     if count <= 1:
-        return [Message(bucket, Interval(0, bucket.numel), bucket.cuts)]
+        return [whole_message(bucket)]
     cuts = bucket.cuts[:2] if bucket.even else bucket.cuts  # with many ranks, that is long
     lengths = [stop - start for start, stop in pairwise(cuts)]
     longest = max(lengths)
@@ -75,3 +80,8 @@ def messages_of(bucket: Bucket, itemsize: int) -> list[Message]:
             cuts = tuple(accumulate(held, initial=0))
         found.append(Message(bucket, stretch, cuts))
     return found
+
+
+def whole_message(bucket: Bucket) -> Message:
+    """Return the message that is the whole bucket."""
+    return Message(bucket, Interval(0, bucket.numel), bucket.cuts)

@@ -16,6 +16,7 @@ from functools import cached_property
 from statistics import fmean
 
 from shardstep.plan.estimate import DtypePolicy, Share, StateSize, pool_sizes, shares
+from shardstep.plan.messages import messages_of
 from shardstep.plan.placement import aligned
 from shardstep.plan.plan import ShardPlan
 from shardstep.plan.spec import ParamSpec
@@ -84,12 +85,19 @@ class Job:
     def drop_in(self, world_size: int) -> Footprint:
         """ZeRO-1 under DDP, without `module=`."""
         plan = self.plan(world_size)
-        buckets = sorted((bucket.nbytes for bucket in plan.training_buckets), reverse=True)
+        longest = max(
+            (
+                message.numel * bucket.dtype.itemsize
+                for bucket in plan.training_buckets
+                for message in messages_of(bucket, bucket.dtype.itemsize)
+            ),
+            default=0,
+        )
         return self._sharded(
             plan,
             parameters=self._frozen + self._trained,
             gradients=lambda share: self._trained,
-            buffers=buckets[0] * min(2, len(buckets)) if world_size > 1 and buckets else 0,
+            buffers=2 * longest if world_size > 1 else 0,
             reduced=lambda share: 2 * self._ring(world_size, self._wire),
         )
 
