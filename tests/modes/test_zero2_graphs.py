@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 from graphs import BRANCHES, Checkpointed, Opaque, Reaching, branching
-from models import ADAMW, MLP, MLP_PROBLEM, SGD, Problem, failing, noise, train, with_zero
+from models import (
+    ADAMW,
+    MLP,
+    MLP_PROBLEM,
+    SGD,
+    Problem,
+    failing,
+    noise,
+    rank,
+    train,
+    with_ddp,
+    with_zero,
+)
 from problems import copies, differing
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -113,6 +125,34 @@ class _Plainer(Reaching):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_before_after_or_in_place_equals_not_compiled_to_the_bit(backend: str) -> None:
     assert run_ranks(_compiled, 2, backend, timeout=110) == [[], []]
+
+
+class _Shortened(MLP):
+    def forward(self, x: Tensor, short: bool = False) -> Tensor:
+        for layer in self.layers[:2] if short else self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _two_models() -> list[int]:
+    """Train two models with one backward pass; of the second, a rank may use only the start."""
+    seen = []
+    for make, options in ((with_ddp, {"find_unused_parameters": True}), (with_zero, {})):
+        torch.manual_seed(0)
+        one, two = (make(_Shortened(depth=8), SGD, **options) for _ in range(2))
+        for step in range(3):
+            x = noise(step, 6, 16)
+            loss = one.model(x).square().mean() + two.model(x, rank() == step % 2).square().mean()
+            loss.backward()
+            one.finish()
+            two.finish()
+        seen.append(one.params + two.params)
+    return differing(*seen)
+
+
+def test_two_models_in_one_backward_pass_send_in_one_order_on_every_rank() -> None:
+    """With more buckets than travel at a time, ranks would wait for each other in a circle."""
+    assert run_ranks(_two_models, 2, timeout=40) == [[], []]
 
 
 def _losing_gradients() -> None:

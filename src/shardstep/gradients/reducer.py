@@ -13,6 +13,7 @@ Rounds add up in the shard until the gradients are cleared.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -141,9 +142,25 @@ class GradReducer(ShardScaling):
             return
         current.come.add(param)
         current.missing[lane] -= 1
-        if self._overlap and lane == current.launched:
+        if self._overlap and not current.missing[lane] and self._is_next():
             while current.launched < len(self.lanes) and not current.missing[current.launched]:
                 self._launch(current)
+
+    def _is_next(self) -> bool:
+        """Return whether the reducers that this backward pass reached before have sent all.
+
+        A rank may get the gradients of one model late or not at all. If another model's buckets
+        went ahead there, ranks would wait for each other in a circle.
+        """
+        for ref in list(_reached) if self._in_backward else ():
+            other = ref()
+            if other is self:
+                return True
+            if other is not None:
+                current = other._round
+                if current is None or current.launched < len(other.lanes):
+                    return False
+        return True
 
     def _launch(self, current: _Round) -> None:
         """Launch the next bucket, complete or not."""
@@ -163,11 +180,16 @@ class GradReducer(ShardScaling):
         with self._lock:
             if not self._in_backward and not self._paused:
                 self._in_backward = True
+                _reached.append(weakref.ref(self))
                 at_end_of_backward(self._end_backward)
+
+    def _leave_backward(self) -> None:
+        self._in_backward = False
+        _reached[:] = [ref for ref in _reached if ref() not in (None, self)]
 
     def _end_backward(self) -> None:
         with self._lock:
-            self._in_backward = False
+            self._leave_backward()
             if self._round is not None:
                 self._finish_round(self._round)
 
@@ -181,7 +203,7 @@ class GradReducer(ShardScaling):
             self._begin_round()
         if self._round is not None:
             self._finish_round(self._round)
-        self._in_backward = False
+        self._leave_backward()
 
     def _begin_round(self) -> _Round:
         self.lanes.wait()
@@ -294,7 +316,8 @@ class GradReducer(ShardScaling):
         with self._lock:
             self._refuse_recovery()
             first = self._round.launched if self._round is not None else 0
-            self._round, self._in_backward = None, False
+            self._round = None
+            self._leave_backward()
             works = []
             for _ in self._notes.even_out(self._comm):
                 works += self.lanes.launch_zeros(first)
@@ -374,3 +397,7 @@ class GradReducer(ShardScaling):
         """Clear the reduced gradients of all other parameters, as ranks that have data did."""
         for index in self._feeder.kept(self.trained).difference(params):
             self.params[index].grad = None
+
+
+_reached: list[weakref.ref[GradReducer]] = []
+"""Reducers of the models in the current backward pass, in the order in which it reached them."""
