@@ -173,8 +173,17 @@ def _spread(spread: Spread, form: str) -> str:
     return f"{middle}\n{least}–{most}"
 
 
+TIMES = (
+    "A small model on one machine shows no speed-up: its optimizer step is short, and no rank "
+    "waits for a network. `shardstep bench` measures with one."
+)
+
+
 def verdict_lines(record: DemoRecord) -> list[str]:
-    """Return a line for each sharded run, with rich's markup: are its numbers DDP's?"""
+    """Return a line for each sharded run, with rich's markup: are its numbers DDP's?
+
+    The last line says what to expect of the times.
+    """
     lines = [f"Losses of all {record.config.steps} steps and final parameters, against DDP's:"]
     for run in record.runs:
         if run == UNSHARDED:
@@ -186,7 +195,7 @@ def verdict_lines(record: DemoRecord) -> list[str]:
         reason = ", since more than two gradients are added in another order"
         line = f"  {_heading(run)}: [bold {colour}]{verdict}[/]"
         lines.append(line + reason if other_order and verdict != EQUAL else line)
-    return lines
+    return [*lines, TIMES]
 
 
 def _heading(run: str) -> str:
