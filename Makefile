@@ -19,8 +19,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train a small GPT with DDP, sharded under DDP and sharded without it, and compare
 	$(BIN)/shardstep demo
 
+# Three workers for two cores, since a test mostly waits for its ranks; none is left with a long rest.
 test: $(READY)  ## run the fast tests
-	$(PYTEST) -n 2 -m "not slow and not thorough" tests
+	$(PYTEST) -n 3 --dist worksteal -m "not slow and not thorough" tests
 
 test-slow: $(READY)  ## run the slow tests: more ranks, faults, frameworks (make examples runs the examples)
 	$(PYTEST) -n 2 -m slow --ignore tests/test_examples.py tests

@@ -189,10 +189,14 @@ def test_dtensors_may_be_frozen_unfrozen_and_converted() -> None:
 
 
 def _saved_and_loaded(dp: int, tp: int) -> list[str]:
-    """Trained, consolidated, loaded into another optimizer at the same place, and trained on."""
+    """Trained, consolidated, loaded into another optimizer at the same place, and trained on.
+
+    With bucket views before the load or after it, in turn.
+    """
     mesh = make_mesh(dp, tp)
     failures = []
-    for case, views in itertools.product(CASES, (False, True)):
+    for number, case in enumerate(CASES):
+        views = (number + tp) % 2 == 0
         expected, got = made_params(mesh), made_params(mesh)
         plain = Unsharded(expected, case)
         opt = sharded(got, mesh, case, parameters_as_bucket_view=views)
