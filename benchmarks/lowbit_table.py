@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from optimizer_table import first_difference, put_section
+from optimizer_table import counted, first_difference, put_section, shorten
 
 SHAPES = [(33, 41), (64, 80), (7,), (70, 65), (300,), (320, 320), (12,), (64, 64)]
 """Some are cut in blocks of 256 without a rest, and some beyond any block size among the options;
@@ -267,14 +267,14 @@ Row = tuple[str, str, str, str, str, str]
 
 HEAD = """## {library} on {where}
 
-The outcome of `layout="auto"` for the classes of [{library}](https://pypi.org/project/{library}/)
-{version}, with torch {torch}, at {ranks} ranks, on parameters of 32 and of 16 bits:
-{counts}.
+The table shows what `layout="auto"` does with the classes of
+[{library}](https://pypi.org/project/{library}/) {version}, on parameters of 32 and of 16 bits:
+{counts}. It ran with torch {torch} on {ranks} ranks.
+[benchmarks/lowbit_table.py](../benchmarks/lowbit_table.py) writes it.
 
-[benchmarks/lowbit_table.py](../benchmarks/lowbit_table.py) writes this table and documents the
-comparison. *Exact* means bit for bit: in training, in moving state between ranks, in the
-consolidated state, and in training after loading it into this optimizer, into the plain class, or
-from a checkpoint folder.
+*Exact* also covers state that moves between ranks, and loading into this optimizer, into the plain
+class and from a checkpoint folder. A class *does not run* if it raises unsharded too. It is *not
+reproducible* if two unsharded runs differ.
 
 | class | parameters | layout | outcome | remark |
 |---|---|---|---|---|
@@ -286,7 +286,7 @@ def section(rows: list[Row], ranks: int, device: str, library: str) -> str:
 
     where = "the CPU" if device == "cpu" else torch.cuda.get_device_name()
     outcomes = [row[4] for row in rows]
-    counts = ", ".join(f"{outcomes.count(o)} {o}" for o in sorted(set(outcomes)))
+    counts = counted(outcomes)
     head = HEAD.format(
         where=where,
         library=library,
@@ -301,7 +301,7 @@ def section(rows: list[Row], ranks: int, device: str, library: str) -> str:
         rows = [row for row in rows if row not in same]
         _, name, _, layout, outcome, remark = same[0]
         dtypes = ", ".join(row[2] for row in same)
-        said = remark.replace("|", "/")[:220]
+        said = shorten(name.partition("(")[0], remark)
         lines.append(f"| {name} | {dtypes} | {layout} | {outcome} | {said} |")
     return head + "\n".join(lines) + "\n"
 

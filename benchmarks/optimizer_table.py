@@ -20,10 +20,11 @@ import copy
 import importlib
 import io
 import os
+import re
 import tempfile
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -220,13 +221,20 @@ def rank_main(rank: int, world_size: int, folder: str, others: bool) -> None:
 
 PAGE = """# Optimizer classes
 
-The outcome of `layout="auto"` for the {total} classes of
-[pytorch-optimizer](https://pypi.org/project/pytorch-optimizer/) {version}, with torch {torch}, at
-{ranks} ranks: {counts}.
+The table shows what `layout="auto"` does with the {total} classes of
+[pytorch-optimizer](https://pypi.org/project/pytorch-optimizer/) {version}:
+{counts}.
+It ran with torch {torch} on {ranks} ranks.
+[benchmarks/optimizer_table.py](../benchmarks/optimizer_table.py) writes it.
 
-[benchmarks/optimizer_table.py](../benchmarks/optimizer_table.py) writes this table and documents
-the comparison. *Exact* means bit for bit: in training, in the consolidated state, and in training
-after loading it. *Refused* means an error on every rank at construction.
+- **exact**: equal bit for bit to the unsharded class: in training, in the consolidated state, and
+  in training after loading it.
+- **refused**: construction raises on every rank. A class that couples all parameters has to run
+  unsharded. A class that draws random numbers runs with `layout="whole"`. Its ranks draw other
+  numbers than a single process; seed each rank differently. A class that could not be probed runs
+  with `layout="whole"` if each tensor's update depends only on that tensor.
+
+[Layouts](layouts.md) explains `sliced`, `whole` and the probe.
 
 | class | layout | outcome | remark |
 |---|---|---|---|
@@ -234,9 +242,9 @@ after loading it. *Refused* means an error on every rank at construction.
 
 OTHERS_PAGE = """## Other packages
 
-The same for {packages}:
-{counts}. Schedule-free classes switch to `eval()` and back to `train()` between saving and further
-training.
+The same comparison for {packages}:
+{counts}.
+Schedule-free classes call `eval()` before saving, and `train()` before further training.
 
 | package | class | layout | outcome | remark |
 |---|---|---|---|---|
@@ -254,14 +262,30 @@ def page(rows: list[Row], ranks: int, others: bool) -> str:
         packages=",\n".join(f"{package} {version(package)}" for package in packages),
         torch=torch.__version__.split("+")[0],
         ranks=ranks,
-        counts=", ".join(f"{outcomes.count(o)} {o}" for o in sorted(set(outcomes))),
+        counts=counted(outcomes),
     )
     lines = [
         f"| {package + ' | ' if others else ''}{name} | {layout} | {outcome} "
-        f"| {remark.replace('|', '/')[:220]} |"
+        f"| {shorten(name, remark)} |"
         for package, name, layout, outcome, remark in rows
     ]
     return head + "\n".join(lines) + "\n"
+
+
+def counted(outcomes: list[str]) -> str:
+    """Return how often each outcome came, the most frequent first."""
+    return ", ".join(f"{number} *{outcome}*" for outcome, number in Counter(outcomes).most_common())
+
+
+REMEDIES = re.compile(
+    r"(, so it cannot be sharded; use it unsharded|; pass layout='whole' to accept that"
+    r"|; if each tensor's update depends only on).*"
+)
+
+
+def shorten(name: str, remark: str) -> str:
+    """Return a remark without the class's name and the remedy, which the page gives once."""
+    return REMEDIES.sub("", remark.removeprefix(f"{name} ")).replace("|", "/")[:220]
 
 
 def put_section(page: Path, name: str, text: str) -> None:
