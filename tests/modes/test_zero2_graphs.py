@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from doubles import Wrapped, behind_the_door
 from graphs import BRANCHES, Checkpointed, Opaque, Reaching, branching
 from models import (
     ADAMW,
@@ -24,6 +25,8 @@ from models import (
 from problems import copies, differing
 from ranks import run_ranks
 from torch import Tensor, nn
+
+from shardstep.comm import Work
 
 
 def _untouched() -> list[str]:
@@ -134,12 +137,32 @@ class _Shortened(MLP):
         return x
 
 
-def _two_models() -> list[int]:
+class _Ordered(Wrapped):
+    """Lists the collectives of all connections in the order of their launch."""
+
+    made: ClassVar[list[Any]] = []
+    calls: ClassVar[list[tuple[str, int]]] = []
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.made.append(self)
+
+    def all_gather(self, *args: Any) -> Work:
+        self.calls.append(("all_gather", self.made.index(self)))
+        return self._inner.all_gather(*args)
+
+    def reduce_scatter(self, *args: Any) -> Work:
+        self.calls.append(("reduce_scatter", self.made.index(self)))
+        return self._inner.reduce_scatter(*args)
+
+
+def _two_models() -> tuple[list[int], list[tuple[str, int]]]:
     """Train two models with one backward pass; of the second, a rank may use only the start."""
     seen = []
     for make, options in ((with_ddp, {"find_unused_parameters": True}), (with_zero, {})):
         torch.manual_seed(0)
-        one, two = (make(_Shortened(depth=8), SGD, **options) for _ in range(2))
+        with behind_the_door(_Ordered):
+            one, two = (make(_Shortened(depth=8), SGD, **options) for _ in range(2))
         for step in range(3):
             x = noise(step, 6, 16)
             loss = one.model(x).square().mean() + two.model(x, rank() == step % 2).square().mean()
@@ -147,12 +170,14 @@ def _two_models() -> list[int]:
             one.finish()
             two.finish()
         seen.append(one.params + two.params)
-    return differing(*seen)
+    return differing(*seen), _Ordered.calls
 
 
 def test_two_models_in_one_backward_pass_send_in_one_order_on_every_rank() -> None:
-    """With more buckets than travel at a time, ranks would wait for each other in a circle."""
-    assert run_ranks(_two_models, 2, timeout=40) == [[], []]
+    """Otherwise ranks may wait for each other in a circle; NCCL asks for one order anyway."""
+    (differ, calls), other = run_ranks(_two_models, 2, timeout=40)
+    assert differ == []
+    assert other == (differ, calls)
 
 
 def _losing_gradients() -> None:

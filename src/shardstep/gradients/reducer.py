@@ -45,11 +45,12 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class _Round:
-    """One pass over all buckets: which gradients have come, and how many lanes have left."""
+    """One pass over all buckets: which gradients have come, how many lanes and notes have left."""
 
     missing: list[int]
     come: set[int]
     launched: int = 0
+    told: bool = False
 
 
 class GradReducer(ShardScaling):
@@ -152,20 +153,22 @@ class GradReducer(ShardScaling):
         A rank may get the gradients of one model late or not at all. If another model's buckets
         went ahead there, ranks would wait for each other in a circle.
         """
-        for ref in list(_reached) if self._in_backward else ():
-            other = ref()
-            if other is self:
-                return True
-            if other is not None:
-                current = other._round
-                if current is None or current.launched < len(other.lanes):
-                    return False
-        return True
+        if not self._in_backward:
+            return True
+        alive = [other for ref in _reached if (other := ref()) is not None]
+        earlier = alive[: alive.index(self)]
+        return all(other._round is not None and other._round.told for other in earlier)
 
     def _launch(self, current: _Round) -> None:
-        """Launch the next bucket, complete or not."""
+        """Launch the next bucket, complete or not, and the note behind the last."""
         current.launched += 1
         self.lanes.launch(current.launched - 1, self._feeder, self._used)
+        if current.launched == len(self.lanes):
+            self._tell(current)
+
+    def _tell(self, current: _Round) -> None:
+        current.told = True
+        self._used.tell()
 
     def forget(self, param: int) -> None:
         """Forget every earlier gradient of a parameter."""
@@ -225,7 +228,8 @@ class GradReducer(ShardScaling):
         with self._lock:
             while current.launched < len(self.lanes):
                 self._launch(current)
-            self._used.tell()
+            if not current.told:
+                self._tell(current)
             self._round, self._fresh = None, True
             self._phase = Phase.OWED if self._paused else Phase.REDUCED
 
@@ -314,6 +318,8 @@ class GradReducer(ShardScaling):
         this rank never began. So a round of zeros comes before the ranks compare how far they are.
         """
         with self._lock:
+            if self._round is not None and self._round.told:
+                self._finish_round(self._round)
             self._refuse_recovery()
             first = self._round.launched if self._round is not None else 0
             self._round = None
