@@ -302,8 +302,10 @@ def _bytes_left(mode: str) -> list[int]:
             setup.opt.step()
         del setup
         gc.collect()
-        torch.cuda.synchronize()
-        time.sleep(0.5)  # NCCL's watchdog lets go of tensors that have travelled
+        # NCCL's watchdog lets go of tensors that have travelled, in its own time.
+        deadline = time.monotonic() + (10 if left else 1)
+        while time.monotonic() < deadline and torch.cuda.memory_allocated() > max(left[:1] or [0]):
+            time.sleep(0.05)
         left.append(torch.cuda.memory_allocated())
     return left
 
@@ -312,4 +314,4 @@ def _bytes_left(mode: str) -> list[int]:
 def test_memory_is_freed_with_model_and_optimizer(mode: str) -> None:
     # The first one leaves cuBLAS with work space for forward's thread and backward's.
     ((first, *others),) = run_ranks(_bytes_left, 1, mode, backend="nccl")
-    assert others == [first] * 3
+    assert max(others) <= first

@@ -34,6 +34,7 @@ class _Record:
         self._path = path
         self._began = time.monotonic()
         self._outcomes: dict[str, str] = {}
+        self._failures: dict[str, str] = {}
         self._skipped: Counter[str] = Counter()
         self._seconds: Counter[str] = Counter()
         self._without_mps: set[str] = set()
@@ -42,6 +43,8 @@ class _Record:
         self._seconds[report.nodeid] += report.duration
         if report.failed or (report.when == "call" and report.nodeid not in self._outcomes):
             self._outcomes[report.nodeid] = report.outcome
+        if report.failed:
+            self._failures[report.nodeid] = report.longreprtext[-2000:]
         if report.skipped:
             self._outcomes[report.nodeid] = "skipped"
             self._skipped[str(report.longrepr[2]) if report.longrepr else ""] += 1
@@ -52,12 +55,11 @@ class _Record:
 
     def pytest_sessionfinish(self) -> None:
         counts = Counter(self._outcomes.values())
-        failed = sorted(name for name, each in self._outcomes.items() if each == "failed")
         found = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - self._began, 1),
             **{each: counts[each] for each in ("passed", "failed", "skipped")},
-            "failures": failed,
+            "failures": self._failures,
             "reasons for skipping": dict(self._skipped),
             "slowest": {name: round(took, 1) for name, took in self._seconds.most_common(10)},
             "processes without MPS, because": sorted(self._without_mps - {""}),
