@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from problems import differing
+from problems import OneByOne, differing
 from ranks import run_ranks
 from torch import nn, optim
 
@@ -21,22 +21,14 @@ STOCHASTIC = MixedPrecision(master_dtype=None, stochastic_rounding=True, seed=3)
 LOW, WIDE = torch.bfloat16, torch.float32
 
 
-class Frugal(optim.Optimizer):
+class Frugal(OneByOne):
     """Keeps its momentum in 16 bits, whatever it steps on."""
 
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    if not state:
-                        state["momentum"] = torch.zeros_like(param, dtype=LOW)
-                    state["momentum"].mul_(0.9).add_(param.grad)
-                    param.sub_(group["lr"] * state["momentum"].to(param.dtype))
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        if not state:
+            state["momentum"] = torch.zeros_like(p, dtype=LOW)
+        state["momentum"].mul_(0.9).add_(p.grad)
+        p.sub_(lr * state["momentum"].to(p.dtype))
 
 
 CASES: dict[str, tuple[Any, MixedPrecision]] = {

@@ -10,7 +10,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from problems import LAYOUTS, Case, copies, difference, differing, make_groups, set_gradients, train
+from problems import (
+    LAYOUTS,
+    Case,
+    OneByOne,
+    copies,
+    difference,
+    differing,
+    make_groups,
+    set_gradients,
+    train,
+)
 from ranks import raises_on_every_rank, run_ranks
 from torch import nn, optim
 from torch.optim import Optimizer
@@ -167,23 +177,6 @@ def test_without_a_process_group_too(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- what is in a state
 
 
-class OneByOne(Optimizer):
-    """Calls `update` for each parameter with a gradient."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.update(self.state[param], param, group["lr"])
-
-    def update(self, state: Any, p: torch.Tensor, lr: float) -> None:
-        raise NotImplementedError
-
-
 class Nesting(OneByOne):
     """Keeps tensors in tuples, lists and under numbers, values of all kinds, and one for all."""
 
@@ -191,7 +184,7 @@ class Nesting(OneByOne):
         self.state["calls"] = self.state.get("calls", 0) + 1
         super().step()
 
-    def update(self, state: Any, p: torch.Tensor, lr: float) -> None:
+    def update(self, p: Any, state: Any, lr: float) -> None:
         if not state:
             state["pair"] = (torch.zeros_like(p, dtype=torch.float64), 3)
             state["list"] = [torch.ones_like(p, dtype=torch.int8), 1.5, {"none": None}]
@@ -249,7 +242,7 @@ def test_state_and_options_of_any_form_come_back(
 class Remembering(OneByOne):
     """Keeps the last three gradients in a list that grows step by step."""
 
-    def update(self, state: Any, p: torch.Tensor, lr: float) -> None:
+    def update(self, p: Any, state: Any, lr: float) -> None:
         state["past"] = [*state.get("past", []), p.grad.clone()][-3:]
         p.sub_(lr * sum(state["past"]))
 
@@ -277,7 +270,7 @@ class Dicing(OneByOne):
 
     shardstep_layout = "sliced"
 
-    def update(self, state: Any, p: torch.Tensor, lr: float) -> None:
+    def update(self, p: Any, state: Any, lr: float) -> None:
         p.add_(torch.rand_like(p))
         state["noise"] = torch.rand_like(p)
 
@@ -302,7 +295,7 @@ class Reluctant(OneByOne):
 
     shardstep_layout = "whole"
 
-    def update(self, state: Any, p: torch.Tensor, lr: float) -> None:
+    def update(self, p: Any, state: Any, lr: float) -> None:
         raise ValueError("give me a closure")
 
 
@@ -317,7 +310,7 @@ def test_a_class_whose_state_cannot_be_found_out_is_refused() -> None:
 class CountsOnTheCPU(OneByOne):
     """Makes its counter without saying where, as torchao's classes do."""
 
-    def update(self, state: Any, p: torch.Tensor, lr: float) -> None:
+    def update(self, p: Any, state: Any, lr: float) -> None:
         if not state:
             state["step"] = torch.tensor(0.0)
             state["average"] = torch.zeros_like(p)

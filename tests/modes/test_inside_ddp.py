@@ -15,7 +15,7 @@ from ddp_ways import HOOKS, WAYS, compare, expected, in_ddp, overlapping, plain_
 from doubles import AnyOrder, LateArrival, behind_the_door
 from graphs import READS
 from models import ADAMW, MLP, MLP_PROBLEM, Setup, failing, noise, rank
-from problems import copies, differing
+from problems import OneByOne, copies, differing
 from ranks import each_raises_on_every_rank, raises_on_every_rank, run_ranks
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -86,20 +86,17 @@ class CountsInGroups(Optimizer):
                 param.sub_(param.grad, alpha=group["lr"] / group["count"])
 
 
-class CountsInItself(Optimizer):
+class CountsInItself(OneByOne):
     """Counts its steps in an attribute."""
 
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-        self.count = 0
+    count = 0
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.count += 1
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad, alpha=group["lr"] / self.count)
+        super().step()
+
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        p.sub_(p.grad, alpha=lr / self.count)
 
 
 COUNTING = (CountsInGroups, CountsInItself)

@@ -23,7 +23,7 @@ from models import (
     with_plain,
     with_zero,
 )
-from problems import copies, difference, differing, same_bits
+from problems import OneByOne, copies, difference, differing, same_bits
 from ranks import each_raises_on_every_rank, run_ranks
 from surroundings import consolidated
 from torch import Tensor, nn, optim
@@ -323,22 +323,17 @@ def test_all_ranks_start_with_rank_0s_parameters_and_buffers() -> None:
     assert not same_bits(before[0], before_there[0])
 
 
-class Anchored(optim.Optimizer):
+class Anchored(OneByOne):
     """Pulls parameters back to where they were when it was made."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
         for group in self.param_groups:
             for param in group["params"]:
                 self.state[param]["anchor"] = param.detach().clone()
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad, alpha=group["lr"])
-                    param.lerp_(self.state[param]["anchor"], 0.5)
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        p.sub_(p.grad, alpha=lr).lerp_(state["anchor"], 0.5)
 
 
 def _anchors(dtype: torch.dtype) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import LAYOUTS, SHAPES, copies, differing, make_params, set_gradients, train
+from problems import LAYOUTS, SHAPES, OneByOne, copies, differing, make_params, set_gradients, train
 from ranks import raises_on_every_rank, run_ranks
 from reference.naive_masters import NaiveMasters
 from torch import nn, optim
@@ -162,18 +162,14 @@ def test_step_hooks_surround_the_whole_step(world_size: int) -> None:
     assert run_ranks(_step_hooks, world_size) == [expected] * world_size
 
 
-class Plainest(Optimizer):
+class Plainest(OneByOne):
     """Its `step` takes no closure."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"])
+        super().step()
+
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        p.sub_(p.grad, alpha=lr)
 
 
 class Keyworded(Optimizer):
@@ -214,20 +210,12 @@ def test_a_step_of_any_signature_can_be_called() -> None:
 # ------------------------------------------------------------------ parameters that move
 
 
-class Assigning(Optimizer):
+class Assigning(OneByOne):
     """Gives `p.data` a new tensor instead of writing into the old one."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["sum"] = state.get("sum", torch.zeros_like(p)) + p.grad
-                    p.data = p.data - group["lr"] * state["sum"]
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        state["sum"] = state.get("sum", torch.zeros_like(p)) + p.grad
+        p.data = p.data - lr * state["sum"]
 
 
 def _assigning() -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from mixtures import from_rank_0, mixed, mixture, net, steps
-from problems import copies, differing
+from problems import OneByOne, copies, differing
 from ranks import raises_on_every_rank, run_ranks
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -171,20 +171,17 @@ def test_a_mixture_that_cannot_load_stays_as_it_was() -> None:
 # ------------------------------------------------------------- several classes, bucket by bucket
 
 
-class Counts(optim.Optimizer):
+class Counts(OneByOne):
     """Its steps get shorter."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        self.turn = 0
-        super().__init__(params, {"lr": lr})
+    turn = 0
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.turn += 1
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.add_(param.grad, alpha=-group["lr"] / self.turn)
+        super().step()
+
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        p.add_(p.grad, alpha=-lr / self.turn)
 
 
 def step_by_bucket(optimizer_class: Any) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dtensors import CASES, MESHES, made_params, make_mesh, make_model, placed_as, sharded
+from problems import OneByOne
 from ranks import each_raises_on_every_rank, run_ranks
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -18,18 +19,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 
 
-class RowNorms(optim.Optimizer):
+class RowNorms(OneByOne):
     """Looks at whole tensors."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(self.direction(param.grad), alpha=group["lr"])
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        p.sub_(self.direction(p.grad), alpha=lr)
 
     def direction(self, grad: Tensor) -> Tensor:
         return grad / grad.norm()

@@ -12,9 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from problems import copies, difference, differing, make_params, train
+from problems import OneByOne, copies, difference, differing, make_params, train
 from ranks import raises_on_every_rank, run_ranks
-from torch.optim import Optimizer
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
 from shardstep.state.tree import encode, leaves
@@ -22,8 +21,8 @@ from shardstep.state.tree import encode, leaves
 SHAPES = [(31, 17), (40, 8), (9,), (5, 5), (2, 3, 4), (70, 65)]
 
 
-class OneByOne(Optimizer):
-    """Updates one parameter after the other."""
+class Foreign(OneByOne):
+    """A class with parameters of its own."""
 
     shapes: Sequence[tuple[int, ...]] = SHAPES
     dtype = torch.float32
@@ -32,25 +31,12 @@ class OneByOne(Optimizer):
     def make_params(cls) -> list[torch.nn.Parameter]:
         return make_params(cls.shapes, frozen=(), dtypes=(cls.dtype,))
 
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, p.grad, group)
-
-    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
-        raise NotImplementedError
-
-
-class Preconditions(OneByOne):
+class Preconditions(Foreign):
     """A Shampoo in small: one matrix per dimension, in lists in dicts; roots at even steps."""
 
-    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
-        state = self.state[p]
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        grad = p.grad
         if not state:
             state["step"] = 0
             state["factors"] = {"left": [torch.eye(n) for n in p.shape], "roots": None}
@@ -63,17 +49,17 @@ class Preconditions(OneByOne):
             factors["roots"] = [torch.linalg.inv(f + torch.eye(len(f))) for f in factors["left"]]
         for dim, root in enumerate(factors["roots"] or ()):
             grad = torch.tensordot(grad, root, dims=([dim], [0])).movedim(-1, dim)
-        p.sub_(grad, alpha=group["lr"])
+        p.sub_(grad, alpha=lr)
 
 
-class Quantises(OneByOne):
+class Quantises(Foreign):
     """An 8-bit state in small: codes by element, scales by block of 64; large tensors only."""
 
-    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
-        state = self.state[p]
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        grad = p.grad
         if p.numel() < 4096:
             state["moment"] = state.get("moment", torch.zeros_like(p)) * 0.9 + grad
-            p.sub_(state["moment"], alpha=group["lr"])
+            p.sub_(state["moment"], alpha=lr)
             return
         room = -(-p.numel() // 64) * 64
         if not state:
@@ -81,7 +67,7 @@ class Quantises(OneByOne):
             state["scales"] = torch.zeros(room // 64)
         moment = (state["codes"].view(-1, 64) * state["scales"][:, None]).view(-1)[: p.numel()]
         moment = moment * 0.9 + grad.reshape(-1)
-        p.sub_(moment.view_as(p), alpha=group["lr"])
+        p.sub_(moment.view_as(p), alpha=lr)
         padded = torch.zeros(room)
         padded[: p.numel()] = moment
         blocks = padded.view(-1, 64)
@@ -124,21 +110,20 @@ class Coded(torch.Tensor):
         return Coded(self.codes.clone(), self.scale.clone(), self.note)
 
 
-class LowBit(OneByOne):
+class LowBit(Foreign):
     """Keeps its moments coded, with one scale for a tensor."""
 
-    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
-        state = self.state[p]
-        moment = grad.clone()
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        moment = p.grad.clone()
         if "moment" in state:
             moment += 0.9 * state["moment"].codes * state["moment"].scale
-        p.sub_(moment, alpha=group["lr"])
+        p.sub_(moment, alpha=lr)
         scale = moment.abs().max().reshape(1) / 127
         note = ("by", 8, p.dtype, p.shape)
         state["moment"] = Coded((moment / scale).round().to(torch.int8), scale, note)
 
 
-class Remembers(OneByOne):
+class Remembers(Foreign):
     """Old gradients in a queue, momenta by their factor, and a counter of its own."""
 
     total = 0
@@ -147,15 +132,15 @@ class Remembers(OneByOne):
         self.total += 1
         super().step(closure)
 
-    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
-        state = self.state[p]
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        grad = p.grad
         if not state:
             state["queue"] = deque([grad.clone()], maxlen=3)
             state["momenta"] = {factor: torch.zeros_like(p) for factor in (0.0, 0.9)}
         state["queue"].append(grad.clone())
         for factor, moment in state["momenta"].items():
             moment.mul_(factor).add_(state["queue"][0])
-            p.sub_(moment, alpha=group["lr"] / self.total)
+            p.sub_(moment, alpha=lr / self.total)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "total": self.total}
@@ -168,14 +153,14 @@ class Remembers(OneByOne):
             state["queue"] = deque(state["queue"], maxlen=3)
 
 
-class AllKinds(OneByOne):
+class AllKinds(Foreign):
     """State of all kinds, of which torch's own loading would cast or lose much."""
 
     shapes = (*SHAPES, (), (0,), (1,))
     dtype = torch.bfloat16
 
-    def update(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> None:
-        state = self.state[p]
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        grad = p.grad
         if not state:
             state["moment"] = torch.zeros_like(p, dtype=torch.float32)
             state["nested"] = {
@@ -196,7 +181,7 @@ class AllKinds(OneByOne):
         state["nested"]["list"][0].add_(1)
         state["nested"][2]["deep"].copy_(grad > 0)
         mixed = state["moment"] + double.float() * state["rate"]
-        p.sub_((group["lr"] * mixed).to(p.dtype))
+        p.sub_((lr * mixed).to(p.dtype))
 
 
 class Stubborn(AllKinds):

@@ -17,6 +17,23 @@ from torch.optim import Optimizer
 LAYOUTS = ("sliced", "whole")
 
 
+class OneByOne(Optimizer):
+    """Calls `update` for each parameter that has a gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, self.state[param], group["lr"])
+
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Case:
     """An optimizer class with a set of its options."""
