@@ -128,6 +128,24 @@ def test_a_closure_that_raised_on_one_rank_is_noticed_at_once() -> None:
     each_raises_on_every_rank(2, [(_caught, OutOfStepError, match, mode) for mode in MODULE])
 
 
+def _clear_here(mode: str, of: int) -> None:
+    """Clear some gradients on one rank between two backward passes that add up."""
+    setup = sharded(mode, MLP_PROBLEM.fresh())
+    setup.backward(0)
+    if rank() == 1:
+        for param in list(setup.module.parameters())[:of]:
+            param.grad = None
+    setup.backward(1)
+    setup.finish()
+
+
+@pytest.mark.parametrize("of", [1, 10])
+@pytest.mark.parametrize("mode", MODULE)
+def test_gradients_cleared_on_one_rank_are_noticed(mode: str, of: int) -> None:
+    match = f"rank 0 counts 10 gradients that were not cleared where rank 1 counts {10 - of}"
+    raises_on_every_rank(_clear_here, 2, OutOfStepError, mode, of, match=match)
+
+
 def _one_more(what: str) -> None:
     setup = sharded("module", MLP_PROBLEM.fresh())
     setup.backward(0)

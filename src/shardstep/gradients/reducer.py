@@ -199,8 +199,7 @@ class GradReducer(ShardScaling):
     def _finish_interrupted(self) -> None:
         """Finish a backward pass that was left before its end. Called on every rank.
 
-        It began on all ranks. If it was left before the first gradient came, there is no round yet,
-        but other ranks may have come further and wait for this one.
+        It began on all ranks. Before the first gradient there is no round, but others may wait.
         """
         if self._in_backward and self._round is None:
             self._begin_round()
@@ -211,7 +210,8 @@ class GradReducer(ShardScaling):
     def _begin_round(self) -> _Round:
         self.lanes.wait()
         self._norms.clear()
-        if not self._feeder.kept(self.trained):
+        self._notes.kept = len(self._feeder.kept(self.trained))
+        if not self._notes.kept:
             self._forget_all()
         self._used.fold()
         if self._phase is Phase.COLLECTED:

@@ -28,10 +28,12 @@ class Notes(Protocol):
     Attributes:
         nbytes: the length of a note.
         rounds: the number of notes so far.
+        kept: the number of reduced gradients that this round adds to.
     """
 
     nbytes: int
     rounds: int
+    kept: int
 
     def write(self, given_up: bool = False) -> bytes:
         """Return this rank's note."""
