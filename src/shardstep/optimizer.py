@@ -71,8 +71,8 @@ class ZeroRedundancyOptimizer(ModeFront):
         precision: how 16-bit parameters are stepped on, and in which dtype gradients travel. If
             None, they get fp32 masters with `module`. Without it, they are updated in 16 bits, as
             by `optimizer_class` itself, and rank 0 warns once.
-        bucket_bytes: a bucket is closed once it holds this much. None for 25 MiB, and over Gloo for
-            a sixteenth of the model, but between 1 and 25 MiB.
+        bucket_bytes: a bucket is closed once it holds this much. None for a sixteenth of the
+            model, but at least 1 MiB over Gloo, 8 MiB over NCCL, and at most 25 MiB.
         overlap: with `module`, whether communication overlaps with backward and forward; the
             numbers are the same without.
         broadcast_buffers: with `module`, whether its buffers follow rank 0's, as DDP's do.

@@ -74,20 +74,29 @@ class GathersNotWaitedFor(Late):
 
 
 class ReductionsNotWaitedFor(Late):
-    """A fault: the step reads gradients that are in flight."""
+    """A fault: the step reads gradients that are in flight.
+
+    Notes follow on the same connection, so to wait for those is to wait for the gradients.
+    """
+
+    def all_gather(
+        self, buffer: Tensor, cuts: Sequence[int], operation: Operation = Operation.GATHER
+    ) -> Work:
+        work = super().all_gather(buffer, cuts, operation)
+        return NOTHING_TO_DO if operation is Operation.USED else work
 
     def reduce_scatter(self, buffer: Tensor, cuts: Sequence[int], out: Tensor) -> Work:
         super().reduce_scatter(buffer, cuts, out)
         return NOTHING_TO_DO
 
 
-class FreedInFlight(Late):
-    """A fault: gradients travel from memory that was given back to the allocator."""
+class OverwrittenInFlight(Late):
+    """A fault: a buffer is packed again while it is in flight."""
 
     def reduce_scatter(self, buffer: Tensor, cuts: Sequence[int], out: Tensor) -> Work:
-        freed = buffer.clone()
-        with self.late():
-            return self._inner.reduce_scatter(freed.clone(), cuts, out)
+        work = super().reduce_scatter(buffer, cuts, out)
+        buffer.fill_(torch.nan)
+        return work
 
 
 def _overwrite_free_memory() -> None:
@@ -157,7 +166,9 @@ def test_delays_on_any_stream_change_no_bit(mode: str, options: dict[str, Any]) 
     assert run_on_nccl(_changed, 2, mode, Late, options) == [[], []]
 
 
-@pytest.mark.parametrize("fault", [GathersNotWaitedFor, ReductionsNotWaitedFor, FreedInFlight])
+@pytest.mark.parametrize(
+    "fault", [GathersNotWaitedFor, ReductionsNotWaitedFor, OverwrittenInFlight]
+)
 def test_a_planted_fault_is_seen(fault: type[Late]) -> None:
     for changed in run_on_nccl(_changed, 2, "module", fault, {}):
         assert changed

@@ -21,7 +21,7 @@ from shardstep.comm.api import NOTHING_TO_DO, Comm, Ledger, SoloComm, all_gather
 from shardstep.comm.collectives import Collectives, backend_name, backend_of
 from shardstep.comm.gloo import ERROR_NBYTES, TAGS, Exchange
 from shardstep.comm.works import Launched, Operation, Work, naming
-from shardstep.plan.plan import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
+from shardstep.plan.plan import MIN_BUCKET_BYTES
 
 DIRECT = TAGS.start - 1
 """The tag of `send` and `receive`: neither a user's tag nor an exchange's."""
@@ -65,7 +65,7 @@ class GroupComm(Comm):
         Over Gloo a message costs little. Launching a collective costs as much as some MiB.
         """
         wire_device = self._wire_device(self._devices[0] if self._devices else CPU)
-        return MIN_BUCKET_BYTES if self._exchanges(wire_device) else MAX_BUCKET_BYTES
+        return MIN_BUCKET_BYTES * (1 if self._exchanges(wire_device) else 8)
 
     @override
     def all_gather(

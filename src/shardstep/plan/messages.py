@@ -15,8 +15,10 @@ from itertools import accumulate, pairwise
 from shardstep.plan.interval import Interval
 from shardstep.plan.placement import ALIGNMENT, MIN_SEGMENT_UNITS, Bucket
 
-MAX_MESSAGE_BYTES = 25 * 2**20
-"""The longest message, unless that leaves each of many ranks with very little."""
+MAX_MESSAGE_BYTES = 50 * 2**20
+"""The longest message, unless that leaves each of many ranks with very little.
+
+A bucket is closed by the parameter that fills it, so most are a little longer than 25 MiB."""
 
 POOL = 4
 """Number of messages in flight at once. A full pool holds backward up until the oldest arrives:
