@@ -36,7 +36,7 @@ def _equal_ddp(name: str) -> tuple[list[str], int, int]:
     ("name", "world_size"),
     [
         ("accumulate_with_no_sync", 2),
-        ("every_model", 2),
+        pytest.param("every_model", 2, marks=pytest.mark.slow),
         ("unused_parameters_with_no_sync", 3),
     ],
 )
