@@ -37,7 +37,7 @@ def _bytes_per_element(policy: MixedPrecision | None, layout: str) -> dict[str, 
     opt.mode.pipeline.gradients.collect()
     with_gradients = _held() - empty
     gradients: Any = opt.mode.pipeline.gradients
-    shards = gradients.lanes.nbytes
+    shards = gradients.lanes.nbytes()
     pool = gradients.lanes.pool_nbytes
     masters = sum(master.nbytes for master in opt.shards.masters().values())
     moments = sum(

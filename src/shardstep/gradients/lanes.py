@@ -110,10 +110,13 @@ class Lanes:
         """The parameters of which this rank has a piece."""
         return set(self._pieces)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all shards."""
-        return sum(lane.numel * lane.like.itemsize for lane in self._lanes)
+    def nbytes(self, lent: bool = False) -> int:
+        """Return the bytes of all shards; with `lent` memory, of those that do not fit into it."""
+        return sum(
+            lane.numel * lane.like.itemsize
+            for lane in self._lanes
+            if not lent or lane.like.dtype != lane.bucket.dtype
+        )
 
     @property
     def norm_dtype(self) -> torch.dtype:

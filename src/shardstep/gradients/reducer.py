@@ -111,8 +111,7 @@ class GradReducer(ShardScaling):
     @property
     @override
     def nbytes(self) -> int:
-        shards = 0 if self._feeder.lends_memory else self.lanes.nbytes
-        return self.lanes.pool_nbytes + shards
+        return self.lanes.pool_nbytes + self.lanes.nbytes(self._feeder.lends_memory)
 
     # ---------------------------------------------------------------------------------- a round
 
