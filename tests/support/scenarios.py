@@ -250,7 +250,7 @@ class Comparison:
             # One class and one way of DDP for all modes of a scenario, so that one run on DDP does.
             turn = list(SCENARIOS).index(self.name)
             zero, _ = variants[(turn // 4 + ALL.index(mode)) % len(variants)]
-            yield kinds[turn % len(kinds)], (zero, IN_DDP[turn // 2 % 2 - 1][1])
+            yield kinds[turn % len(kinds)], (zero, IN_DDP[turn // 2 % 2][1])
 
     def _compare(self, mode: str, kind: Kind, zero: Options, ddp: Options) -> None:
         in_rank_order = world_size() > 2 and mode in (*MODULE, "register")

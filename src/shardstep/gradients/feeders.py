@@ -228,11 +228,26 @@ class DDPFeeder(Feeder):
     # DDP keeps its buckets for the next backward pass.
     lends_memory = True
 
+    _hidden: Sequence[int] = ()
+
     def attach(self, reducer: Reducer) -> None:
         """Feed `reducer` with what is given to `offer`."""
         super().attach(reducer)
         self._offered: dict[int, torch.Tensor] = {}
         self._places: dict[int, torch.Tensor] = {}
+
+    def hide_placeholders(self) -> None:
+        """Take the placeholders out of `param.grad`."""
+        self._hidden = [i for i in self._trained if isinstance(self._params[i].grad, ShardedGrad)]
+        for index in self._hidden:
+            self._params[index].grad = None
+
+    def show_placeholders(self) -> None:
+        """Put hidden placeholders back, where no gradient has come since."""
+        for index in self._hidden:
+            if self._params[index].grad is None:
+                self._params[index].grad = self._placeholders[index]
+        self._hidden = []
 
     def offer(self, param: int, grad: torch.Tensor) -> None:
         """Take one parameter's gradient; its memory is ours until the next backward pass."""

@@ -318,6 +318,9 @@ class Mode(ShardView):
         """Do what the ranks that have data are doing. Called on every joined rank."""
         raise NotImplementedError
 
+    def end_join(self) -> None:
+        """Leave `Join`. Called on every rank once all have joined."""
+
     def apply(self, act: Callable[[], object]) -> None:
         """Run `act`, which updates this rank's pieces, and send the result. Called on every rank.
 

@@ -143,6 +143,13 @@ class InsideDDP(Mode):
         self._provide(joined=True)
         with self.join.shadow():
             self._step_now()
+        if self.reduces_gradients:
+            # DDP may rebuild its buckets now, and copies each `param.grad` into the new ones.
+            self._feeder.hide_placeholders()
+
+    @override
+    def end_join(self) -> None:
+        self._feeder.show_placeholders()
 
     @override
     def step(self, closure: Closure | None = None, **kwargs: Any) -> None:

@@ -55,12 +55,17 @@ class _ZeROJoinHook(JoinHook):
     A joined rank still owns its part of the state, so it has to go on updating it.
     """
 
-    def __init__(self, shadow: Callable[[], object]) -> None:
+    def __init__(self, shadow: Callable[[], object], end: Callable[[], object]) -> None:
         self._shadow = shadow
+        self._end = end
 
     def main_hook(self) -> None:
         """Take part. Called on every joined rank."""
         self._shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Stop to shadow. Called on every rank once all have joined."""
+        self._end()
 
 
 def announced(comm: Comm, own: list[Any] | None) -> tuple[list[Any], int]:
