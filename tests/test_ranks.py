@@ -26,8 +26,13 @@ from ranks import (
 import shardstep
 from shardstep import ZeroRedundancyOptimizer
 
-#: Seconds for ranks that are meant to hang: enough for them to start on a machine that is busy.
-HANG = 4.0
+#: Seconds for ranks that are meant to hang, once the server that they are forked from has started.
+HANG = 8.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def started() -> None:
+    run_ranks(sum_of_ranks, 2)
 
 
 def sum_of_ranks() -> float:
