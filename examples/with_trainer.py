@@ -42,6 +42,8 @@ def main() -> None:
     first = trainer().train()
     again = trainer().train(resume_from_checkpoint="runs/trainer/checkpoint-10")
     assert first.global_step == again.global_step == 20
+    if torch.distributed.is_initialized():  # Trainer leaves this to the program
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
