@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "tests" / "support")]
+sys.path[:0] = [str(ROOT / each) for each in (".", "src", "tests/support", "examples")]
 # torch keeps a record of the last 2,000 collectives, about 1 KB each.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 

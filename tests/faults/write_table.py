@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "tests" / "support")]
+sys.path[:0] = [str(ROOT / each) for each in (".", "src", "tests/support", "examples")]
 
 import torch  # noqa: E402
 from fault_harness import run_trial, some_hosts, verdict  # noqa: E402
