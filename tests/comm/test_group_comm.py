@@ -160,6 +160,18 @@ def test_ranks_are_those_of_the_group_and_outsiders_are_refused() -> None:
         assert "only on the ranks of that group" in message
 
 
+def smallest_buckets() -> list[int]:
+    found = []
+    for exchanging in (group.EXCHANGING, frozenset()):
+        with mock.patch.object(group, "EXCHANGING", exchanging):
+            found.append(connect(None).min_bucket_bytes)
+    return found
+
+
+def test_a_bucket_is_smaller_where_messages_are_cheap() -> None:
+    assert run_ranks(smallest_buckets, 2) == [[2**20, 8 * 2**20]] * 2
+
+
 def bind_new_groups() -> list[Any]:
     """The devices to which new groups are bound, for a rank that works on an accelerator."""
     device, asked = torch.device("cuda:3"), []

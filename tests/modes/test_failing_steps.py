@@ -10,7 +10,7 @@ import pytest
 import torch
 from ddp_ways import WAYS, overlapping
 from doubles import Wrapped, behind_the_door
-from models import MLP_PROBLEM, Setup, noise, rank, with_ddp, with_zero
+from models import MLP_PROBLEM, Failing, Setup, noise, rank, with_ddp, with_zero
 from ranks import RankFailure, raises_on_every_rank, run_ranks
 from torch import Tensor, nn
 
@@ -19,18 +19,6 @@ from shardstep.comm import Work
 from shardstep.comm.api import NOTHING_TO_DO
 from shardstep.gradients.used import OutOfStepError
 from shardstep.modes import lockstep
-
-
-class Failing(torch.optim.SGD):
-    """Raises on one rank, as a class does whose tensor there does not suit it."""
-
-    armed = False
-
-    def step(self, closure: Any = None) -> Any:
-        if Failing.armed and rank() == 1:
-            raise ArithmeticError("no step on this rank")
-        return super().step(closure)
-
 
 KIND = (Failing, {"lr": 0.1})
 

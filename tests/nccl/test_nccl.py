@@ -25,7 +25,7 @@ import surroundings  # noqa: F401
 import torch
 import torch.distributed.checkpoint as dcp
 import uneven  # noqa: F401
-from models import ADAMW, MLP_PROBLEM, rank, train, world_size
+from models import ADAMW, MLP_PROBLEM, Failing, rank, train, world_size
 from on_nccl import run_on_nccl
 from problems import copies, differing
 from ranks import RankFailure
@@ -204,17 +204,6 @@ def _different_models() -> str:
 def test_different_models_are_refused_on_every_rank(world_size: int) -> None:
     for said in run_on_nccl(_different_models, world_size):
         assert "weight" in said
-
-
-class Failing(torch.optim.SGD):
-    """Raises on rank 1 while it is armed."""
-
-    armed = False
-
-    def step(self, closure: Any = None) -> Any:
-        if Failing.armed and rank() == 1:
-            raise ArithmeticError("no step on this rank")
-        return super().step(closure)
 
 
 def _apart(mode: str, cause: str) -> tuple[int, str]:

@@ -32,16 +32,16 @@ class Ledger:
 class Comm(Protocol):
     """Communication among the ranks of one group.
 
+    Every rank of the group calls the same methods in the same order, except for `send` and
+    `receive`. A launched operation needs no further help from its rank: the other ranks can finish
+    theirs before this one waits.
+
     Attributes:
         group: the process group; None for a single rank without one.
         group_rank: this rank in it.
         world_size: the number of ranks.
         ledger: calls made and bytes sent.
         min_bucket_bytes: the smallest bucket that is worth a launch of its own.
-
-    Every rank of the group calls the same methods in the same order, except for `send` and
-    `receive`. A launched operation needs no further help from its rank: the other ranks can finish
-    theirs before this one waits.
     """
 
     group: dist.ProcessGroup | None

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import takewhile
 
 import torch
 from typing_extensions import override
@@ -152,11 +153,10 @@ class GradReducer(ShardScaling):
         A rank may get the gradients of one model late or not at all. If another model's buckets
         went ahead there, ranks would wait for each other in a circle.
         """
-        if not self._in_backward:
-            return True
-        alive = [other for ref in _reached if (other := ref()) is not None]
-        earlier = alive[: alive.index(self)]
-        return all(other._round is not None and other._round.told for other in earlier)
+        earlier = takewhile(lambda other: other is not self, list(_reached))
+        return not self._in_backward or all(
+            other._round is not None and other._round.told for other in earlier
+        )
 
     def _launch(self, current: _Round) -> None:
         """Launch the next bucket, complete or not, and the note behind the last."""
@@ -182,12 +182,12 @@ class GradReducer(ShardScaling):
         with self._lock:
             if not self._in_backward and not self._paused:
                 self._in_backward = True
-                _reached.append(weakref.ref(self))
+                _reached[self] = None
                 at_end_of_backward(self._end_backward)
 
     def _leave_backward(self) -> None:
         self._in_backward = False
-        _reached[:] = [ref for ref in _reached if ref() not in (None, self)]
+        _reached.pop(self, None)
 
     def _end_backward(self) -> None:
         with self._lock:
@@ -404,5 +404,5 @@ class GradReducer(ShardScaling):
             self.params[index].grad = None
 
 
-_reached: list[weakref.ref[GradReducer]] = []
+_reached: weakref.WeakKeyDictionary[GradReducer, None] = weakref.WeakKeyDictionary()
 """Reducers of the models in the current backward pass, in the order in which it reached them."""

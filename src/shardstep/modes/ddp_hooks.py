@@ -25,11 +25,10 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from shardstep.gradients.sharded_grad import ShardedGrad
 from shardstep.modes.base import Mode
 from shardstep.modes.inside_ddp import BucketStepper, InsideDDP
 from shardstep.params.inputs import parameters
-from shardstep.params.module_hook import UncopiedHook
+from shardstep.params.module_hook import UncopiedHook, remove_hooks
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -147,7 +146,8 @@ def register(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> N
             f"ranks of the DDP module's, {_ranks(ddp.process_group)}, not "
             f"{_ranks(zero.process_group)}"
         )
-    tie = _Tie(ddp, zero.mode.tie_to_ddp(ddp.module, reduce=True))
+    inside = zero.mode.tie_to_ddp(ddp.module, reduce=True)
+    tie = _Tie(ddp, inside)
     index_of = {param: index for index, param in enumerate(parameters(zero.param_groups))}
 
     def offer(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -169,35 +169,24 @@ def register(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> N
         return _done(buffer)
 
     ddp.register_comm_hook(None, offer)
-    _hide_placeholders_from_rebuild(ddp)
+    _hide_placeholders_from_rebuild(ddp, inside)
 
 
-def _hide_placeholders_from_rebuild(ddp: DistributedDataParallel) -> None:
-    """Clear the placeholders while DDP rebuilds its buckets, at the start of a forward pass.
+def _hide_placeholders_from_rebuild(ddp: DistributedDataParallel, inside: InsideDDP) -> None:
+    """Hide the placeholders while DDP rebuilds its buckets, at the start of a forward pass.
 
     DDP copies each `param.grad` into the new buckets then, which a placeholder refuses. Without
     them DDP would not notice gradients that the user forgot to clear, so they are put back.
     """
-    hidden: list[tuple[torch.Tensor, ShardedGrad]] = []
 
-    def hide(module: torch.nn.Module, args: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            held = [(param, param.grad) for param in ddp.module.parameters()]
-        hidden[:] = [(param, grad) for param, grad in held if isinstance(grad, ShardedGrad)]
-        for param, _ in hidden:
-            param.grad = None
-
-    def put_back(module: torch.nn.Module, args: Any) -> None:
-        for param, grad in hidden:
-            param.grad = grad
-        hidden.clear()
+    def stop(module: torch.nn.Module, args: Any) -> None:
         if ddp._has_rebuilt_buckets:
-            for handle in handles:
-                handle.remove()
+            remove_hooks(handles)
 
     handles = [
-        ddp.register_forward_pre_hook(UncopiedHook(hide)),
-        ddp.module.register_forward_pre_hook(UncopiedHook(put_back), prepend=True),
+        ddp.register_forward_pre_hook(UncopiedHook(inside.hide_placeholders)),
+        ddp.module.register_forward_pre_hook(UncopiedHook(stop), prepend=True),
+        ddp.module.register_forward_pre_hook(UncopiedHook(inside.show_placeholders), prepend=True),
     ]
 
 

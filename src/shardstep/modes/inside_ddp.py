@@ -143,12 +143,19 @@ class InsideDDP(Mode):
         self._provide(joined=True)
         with self.join.shadow():
             self._step_now()
-        if self.reduces_gradients:
-            # DDP may rebuild its buckets now, and copies each `param.grad` into the new ones.
-            self._feeder.hide_placeholders()
+        self.hide_placeholders()  # DDP may rebuild its buckets before the next one
 
     @override
     def end_join(self) -> None:
+        self.show_placeholders()
+
+    def hide_placeholders(self, *args: Any) -> None:
+        """Take the placeholders out of `param.grad`, which DDP copies when it rebuilds buckets."""
+        if self.reduces_gradients:
+            self._feeder.hide_placeholders()
+
+    def show_placeholders(self, *args: Any) -> None:
+        """Put hidden placeholders back."""
         self._feeder.show_placeholders()
 
     @override

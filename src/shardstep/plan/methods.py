@@ -85,19 +85,16 @@ class Job:
     def drop_in(self, world_size: int) -> Footprint:
         """ZeRO-1 under DDP, without `module=`."""
         plan = self.plan(world_size)
-        longest = max(
-            (
-                message.numel * bucket.dtype.itemsize
-                for bucket in plan.training_buckets
-                for message in messages_of(bucket, bucket.dtype.itemsize)
-            ),
-            default=0,
-        )
+        messages = [
+            message.numel * bucket.dtype.itemsize
+            for bucket in plan.training_buckets
+            for message in messages_of(bucket, bucket.dtype.itemsize)
+        ]
         return self._sharded(
             plan,
             parameters=self._frozen + self._trained,
             gradients=lambda share: self._trained,
-            buffers=2 * longest if world_size > 1 else 0,
+            buffers=max(messages, default=0) * min(2, len(messages)) if world_size > 1 else 0,
             reduced=lambda share: 2 * self._ring(world_size, self._wire),
         )
 
