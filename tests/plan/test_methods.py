@@ -19,6 +19,7 @@ from traffic import counted
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.layouts.state_size import slice_state, tensor_nbytes, tensor_state
+from shardstep.params.storage import OwnStorage
 from shardstep.plan import ParamSpec, StateSize, shares
 from shardstep.plan.methods import Job, block_of, fewest_ranks
 from shardstep.plan.models import MODELS, model
@@ -83,6 +84,16 @@ def _job(module: nn.Module, layout: str, policy: MixedPrecision) -> Job:
     recipe = OptimizerRecipe(optim.AdamW)
     states = {spec.dtype: slice_state(recipe, policy.step_dtype(spec.dtype)) for spec in specs}
     return Job(specs, policy, [states[spec.dtype] for spec in specs])
+
+
+@pytest.mark.parametrize("sizes", [[1000], [1000, 300_000], [15_000_000]])
+def test_a_drop_in_gathers_through_the_buffers_of_the_plan(sizes: list[int]) -> None:
+    params = [torch.zeros(size) for size in sizes]
+    specs = [ParamSpec.of(f"p{size}", (size,)) for size in sizes]
+    job = Job(specs, MixedPrecision(), [StateSize()] * len(sizes))
+    storage = OwnStorage(job.plan(2), params, 0)
+    storage.attach()
+    assert storage.nbytes == job.drop_in(2).buffers
 
 
 CASES = list(product(("gpt", "conv"), ("sliced", "whole"), ("fp32", "masters", "bf16")))
