@@ -13,9 +13,10 @@ makes two groups: one for messages to higher ranks, one for messages to lower ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -34,6 +35,14 @@ ERROR_NBYTES = 200
 """Room for a rank's error."""
 
 
+_notes: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+"""How often the ranks of a group have compared notes.
+
+They do so to agree on how to go on, also after one of them has launched more or fewer operations
+than the others, and also where they use different objects over the same group.
+"""
+
+
 class Exchange:
     """Messages to higher ranks in one group, and to lower ranks in another of the same ranks."""
 
@@ -42,7 +51,8 @@ class Exchange:
         self._downwards = downwards
         self._rank = dist.get_rank(upwards)
         self._size = dist.get_world_size(upwards)
-        self._launched = 0
+        self._launched = count()
+        self._notes = _notes.setdefault(upwards, count())
 
     def all_gather(
         self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation
@@ -93,8 +103,8 @@ class Exchange:
         See Note [A connection for each direction].
         """
         rank, size = self._rank, self._size
-        tag = _FIRST_TAG[operation] + self._launched % NUM_TAGS
-        self._launched += 1
+        numbers = self._notes if operation is Operation.NOTES else self._launched
+        tag = _FIRST_TAG[operation] + next(numbers) % NUM_TAGS
         # Each rank starts with another peer, so that no rank is the first of all others.
         sources = [(rank - distance) % size for distance in range(1, size)]
         targets = [(rank + distance) % size for distance in range(1, size)]

@@ -71,17 +71,9 @@ class GroupComm(Comm):
     def all_gather(
         self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation = Operation.GATHER
     ) -> Work:
-        own = slice(cuts[self.group_rank], cuts[self.group_rank + 1])
-        self.ledger.note("all_gather", buffer[own].nbytes * (self.world_size - 1))
-        device = self._wire_device(buffer.device)
-        wire = buffer
-        if device != buffer.device:
-            wire = torch.empty_like(buffer, device=device)
-            wire[own].copy_(buffer[own])
-        name = f"rank {self.group_rank}: {operation.value}"
-        with naming(name):
-            works = self._transport(device).all_gather(wire, cuts, operation)
-        return Launched(name, works, [] if wire is buffer else [lambda: buffer.copy_(wire)])
+        own = buffer[cuts[self.group_rank] : cuts[self.group_rank + 1]]
+        self.ledger.note("all_gather", own.nbytes * (self.world_size - 1))
+        return self._gather(buffer, cuts, operation)
 
     @override
     def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
@@ -97,19 +89,21 @@ class GroupComm(Comm):
 
     @override
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        device = self._meeting_device()
-        length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-        lengths = [torch.empty_like(length) for _ in range(self.world_size)]
-        with naming(f"rank {self.group_rank}: comparing notes with the other ranks"):
-            dist.all_gather(lengths, length, group=self._group)
-            counts = [int(count.item()) for count in lengths]
-            own = torch.zeros(max(1, *counts), dtype=torch.uint8, device=device)
-            if payload:
-                own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            padded = [torch.empty_like(own) for _ in counts]
-            dist.all_gather(padded, own, group=self._group)
-        self.ledger.note("all_gather_bytes", (own.numel() + 8) * (self.world_size - 1))
-        return [_to_bytes(data[:count]) for data, count in zip(padded, counts, strict=True)]
+        # Not `dist.all_gather`: Gloo's threads let go of its tensors some time after it returns,
+        # which ends the process with SIGABRT if Python is shutting down by then.
+        rank, size = self.group_rank, self.world_size
+        lengths = torch.zeros(size, dtype=torch.int64, device=CPU)
+        lengths[rank] = len(payload)
+        self._gather(lengths, range(size + 1), Operation.NOTES).wait()
+        longest = max(1, int(lengths.max()))
+        cuts = range(0, size * longest + 1, longest)
+        payloads = bytearray(cuts[-1])
+        payloads[cuts[rank] : cuts[rank] + len(payload)] = payload
+        everyone = torch.frombuffer(payloads, dtype=torch.uint8)
+        self._gather(everyone, cuts, Operation.NOTES).wait()
+        self.ledger.note("all_gather_bytes", (longest + lengths.itemsize) * (size - 1))
+        starts = zip(cuts, lengths.tolist(), strict=False)
+        return [bytes(payloads[start : start + length]) for start, length in starts]
 
     @override
     def share_error(self, error: str | None) -> Work:
@@ -188,6 +182,18 @@ class GroupComm(Comm):
                 dist.destroy_process_group(group)
             del _unused[name]
 
+    def _gather(self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation) -> Launched:
+        own = slice(cuts[self.group_rank], cuts[self.group_rank + 1])
+        device = self._wire_device(buffer.device)
+        wire = buffer
+        if device != buffer.device:
+            wire = torch.empty_like(buffer, device=device)
+            wire[own].copy_(buffer[own])
+        name = f"rank {self.group_rank}: {operation.value}"
+        with naming(name):
+            works = self._transport(device).all_gather(wire, cuts, operation)
+        return Launched(name, works, [] if wire is buffer else [lambda: buffer.copy_(wire)])
+
     def _transport(self, device: torch.device) -> Exchange | Collectives:
         return self._exchange if self._exchanges(device) else self._collectives
 
@@ -260,14 +266,6 @@ def _unbound_world(hide: bool) -> Iterator[bool]:
         yield True
     finally:
         world.bound_device_id = bound
-
-
-def _to_bytes(data: torch.Tensor) -> bytes:
-    """Copy a flat tensor of bytes, from any device."""
-    copy = bytearray(data.numel())
-    if copy:
-        torch.frombuffer(copy, dtype=torch.uint8).copy_(data)
-    return bytes(copy)
 
 
 def connect(process_group: dist.ProcessGroup | None, near: Sequence[torch.Tensor] = ()) -> Comm:

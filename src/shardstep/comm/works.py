@@ -37,6 +37,7 @@ class Operation(Enum):
     FULL = "gathering a whole gradient"
     LOAD = "copying loaded values"
     VERIFY = "comparing parameters"
+    NOTES = "comparing notes with the other ranks"
     ERRORS = "telling whether the step succeeded"
 
 
