@@ -31,6 +31,7 @@ ORDER = (
     "checkpoint",
     "integrations",
     "cli",
+    "__main__",
 )
 
 #: Names of Python and torch that have no public counterpart.

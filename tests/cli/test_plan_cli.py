@@ -57,6 +57,18 @@ def test_precision_and_options_change_the_plan(precision: str, per_element: int)
     assert planned(*args)["plans"][0]["ddp"]["state"] == 0
 
 
+def test_default_buckets_are_those_of_the_backend() -> None:
+    small = ("--model", "resnet50")
+    over_nccl, over_gloo = planned(*small), planned(*small, "--backend", "gloo")
+    assert (over_nccl["backend"], over_nccl["bucket_bytes"]) == ("nccl", 8 * 2**20)
+    assert over_gloo["bucket_bytes"] == 4 * 25_557_032 // 16
+    buffers = [each["plans"][1]["module"]["buffers"] for each in (over_nccl, over_gloo)]
+    assert buffers[0] > buffers[1]
+    own = planned(*small, "--bucket-bytes", "25MiB")
+    assert own["plans"] == planned(*small, "--bucket-bytes", "25MiB", "--backend", "gloo")["plans"]
+    assert "buckets of 8 MiB, over nccl" in run(*small).stdout
+
+
 def test_the_table_compares_methods_and_the_picture_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
     args = ("--model", "gpt2-124m", "--optimizer", "Muon+AdamW", "--ranks", "2,64")

@@ -34,6 +34,13 @@ METHODS: dict[str, tuple[str, Callable[[Job, int], Footprint]]] = {
 COLUMNS = ("parameters", "gradients", "masters", "state", "buffers", "peak")
 
 
+class Backend(StrEnum):
+    """The backend of the process group."""
+
+    nccl = "nccl"
+    gloo = "gloo"
+
+
 class Layout(StrEnum):
     """A layout, or the one that the class needs."""
 
@@ -109,6 +116,9 @@ def plan(
             help="Find the fewest ranks whose peak fits, such as 80GB.",
         ),
     ] = None,
+    backend: Annotated[
+        Backend, typer.Option(help="Sets the default size of a bucket, which is larger over NCCL.")
+    ] = Backend.nccl,
     bucket_bytes: Annotated[
         Any,
         typer.Option(parser=parse_nbytes, metavar="BYTES", help="Size of a bucket, such as 25MiB."),
@@ -118,20 +128,20 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Draw memory and owners to a PNG file.")
     ] = None,
 ) -> None:
-    """Predict memory and traffic per rank, beside DDP, torch's ZeroRedundancyOptimizer and FSDP2.
+    """Predict memory and traffic per rank, and those of DDP, torch's class and FSDP2.
 
     Nothing is allocated: the model is a list of shapes. The optimizer class runs on small or empty
     tensors to find its layout and its state.
 
     *peak* is the sum of the columns before it, on the fullest rank. It has no activations and no
     temporary tensors of the optimizer's step. *imbalance* is the fullest rank's share as a multiple
-    of the mean. *time* is the time to send the bytes at the full rate of the link: communication
-    that overlaps with computation costs less.
+    of the mean. *time* is for sending the bytes at the full rate of the link. Communication that
+    overlaps with computation costs less.
     """
     with reporting(f"planning with {optimizer}"):
         specs = _specs(name, factory, weights)
         job, reasons = make_job(
-            specs, optimizer, option or [], precision, layout.value, bucket_bytes
+            specs, optimizer, option or [], precision, layout.value, backend.value, bucket_bytes
         )
         result = _predict(job, ranks, link, memory)
         result = {
@@ -141,6 +151,8 @@ def plan(
             "optimizer": optimizer,
             "precision": _precision(job),
             "layouts": reasons,
+            "backend": backend.value,
+            "bucket_bytes": job.bucket_bytes,
             **result,
         }
         if picture is not None:
@@ -211,7 +223,10 @@ def _print(result: dict[str, Any]) -> None:
     for line in result["layouts"]:
         console.print(line, highlight=False, markup=False)
     table = Table(box=box.SIMPLE_HEAD, caption_justify="left")
-    table.caption = f"{unit} on the fullest rank; sent and time per step"
+    table.caption = (
+        f"{unit} on the fullest rank; sent and time per step; buckets of "
+        f"{result['bucket_bytes'] / 2**20:.3g} MiB, over {result['backend']}"
+    )
     for column in ("ranks", "method", *COLUMNS, "imbalance", "sent", "time"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in result["plans"]:
@@ -228,9 +243,9 @@ def _print(result: dict[str, Any]) -> None:
         table.add_section()
     console.print(table)
     most = result["plans"][-1]
-    if most["module"]["sent_most"] > 1.05 * most["module"]["sent"]:
+    if result["backend"] == "gloo" and most["module"]["sent_most"] > 1.05 * most["module"]["sent"]:
         console.print(
-            "Whole tensors make uneven segments. Over Gloo, which sends them directly, the busiest "
+            "Whole tensors make uneven segments, which Gloo sends directly. The busiest "
             f"of {most['ranks']:,} ranks sends {most['module']['sent_most'] / size:,.2f} {unit}.",
             highlight=False,
         )

@@ -20,8 +20,9 @@ from shardstep.layouts.choose import Layouts
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.layouts.state_size import slice_state, tensor_state
 from shardstep.local.multi_class import CLASS_KEY
-from shardstep.plan import ParamSpec, StateSize
+from shardstep.plan import ParamSpec, StateSize, default_bucket_bytes
 from shardstep.plan.methods import Job, block_of
+from shardstep.plan.plan import MIN_BUCKET_BYTES
 from shardstep.precision import MixedPrecision
 
 
@@ -86,6 +87,7 @@ def make_job(
     options: Sequence[str],
     precision: Precision,
     layout: str,
+    backend: str,
     bucket_bytes: int | None,
 ) -> tuple[Job, list[str]]:
     """Find layouts and state by trying the class. Return also a line per group with the reason.
@@ -131,6 +133,7 @@ def make_job(
         sliced = spec.layout == "sliced"
         dtype = policy.step_dtype(spec.dtype)
         sizes.append(state_size(spec.group, () if sliced else spec.shape, dtype))
+    bucket_bytes = bucket_bytes or default_bucket_bytes(specs, MIN_BUCKET_BYTES[backend])
     return Job(specs, policy, sizes, bucket_bytes), layouts.explain(groups)
 
 

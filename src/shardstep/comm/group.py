@@ -60,12 +60,9 @@ class GroupComm(Comm):
 
     @property
     def min_bucket_bytes(self) -> int:  # type: ignore[override]
-        """The smallest bucket that is worth a launch of its own.
-
-        Over Gloo a message costs little. Launching a collective costs as much as some MiB.
-        """
+        """The smallest bucket that is worth a launch of its own."""
         wire_device = self._wire_device(self._devices[0] if self._devices else CPU)
-        return MIN_BUCKET_BYTES * (1 if self._exchanges(wire_device) else 8)
+        return MIN_BUCKET_BYTES["gloo" if self._exchanges(wire_device) else "nccl"]
 
     @override
     def all_gather(

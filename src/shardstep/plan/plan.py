@@ -13,11 +13,14 @@ from shardstep.plan.interval import Interval
 from shardstep.plan.placement import ALIGNMENT, Bucket, Piece, place
 from shardstep.plan.spec import Layout, ParamSpec
 
-MIN_BUCKET_BYTES = 2**20
+MIN_BUCKET_BYTES = {"gloo": 2**20, "nccl": 8 * 2**20}
+"""The smallest default bucket by backend. Over Gloo a message costs little. Launching a collective
+costs as much as some MiB."""
+
 MAX_BUCKET_BYTES = 25 * 2**20
 
 
-def default_bucket_bytes(specs: Sequence[ParamSpec], least: int = MIN_BUCKET_BYTES) -> int:
+def default_bucket_bytes(specs: Sequence[ParamSpec], least: int = MIN_BUCKET_BYTES["gloo"]) -> int:
     """Return a sixteenth of the trainable bytes, so that buckets can overlap.
 
     It is at least `least`, which depends on what a launch costs, and at most 25 MiB.

@@ -1,0 +1,5 @@
+"""Runs the command line: `python -m shardstep`."""
+
+from shardstep_command import main
+
+main()
