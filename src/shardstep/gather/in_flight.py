@@ -40,21 +40,21 @@ class Flights:
 
     Parameters in flight and module hooks refer to this object, not to the optimizer: a parameter
     that is read after its optimizer was freed still waits. In turn, it holds parameters weakly.
+
+    Attributes:
+        works: the gathers in flight, by the number of their bucket.
     """
 
     def __init__(self, buckets: Iterable[Iterable[torch.Tensor]]) -> None:
         self._params = [[weakref.ref(param) for param in params] for params in buckets]
-        self._works: dict[int, Work] = {}
+        self.works: dict[int, Work] = {}
         self._lock = threading.RLock()
         self._errors: Work | None = None
         self._after_last: Callable[[], None] | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self._works)
-
     def add(self, bucket: int, work: Work, mark: bool) -> None:
         """Take in a gather that was launched, and let its parameters wait for it if `mark`."""
-        self._works[bucket] = work
+        self.works[bucket] = work
         for param in self._alive(bucket) if mark else ():
             param.__class__ = _in_flight_class(type(param))
             param._shardstep_flight = (self, bucket)  # type: ignore[attr-defined]
@@ -71,14 +71,14 @@ class Flights:
 
     def wait(self) -> None:
         """Wait for all buckets."""
-        for number in list(self._works):
+        for number in list(self.works):
             self.wait_for(number)
 
     def wait_for(self, bucket: int) -> None:
         """Wait until the parameters of `bucket` have arrived."""
         # Another thread that asks meanwhile has to wait as well.
         with self._lock:
-            work = self._works.get(bucket)
+            work = self.works.get(bucket)
             if work is None:
                 return
             # If this raises, the bucket stays in flight: its values must not be read.
@@ -88,15 +88,15 @@ class Flights:
                 if isinstance(param, _InFlight):
                     param.__class__ = param._shardstep_class
                     del param._shardstep_flight
-            del self._works[bucket]
-            if not self._works and self._after_last is not None:
+            del self.works[bucket]
+            if not self.works and self._after_last is not None:
                 self._after_last()
             self.wait_for_errors()
 
     def after_last(self, act: Callable[[], None]) -> None:
         """Call `act` once nothing is in flight any more."""
         self._after_last = act
-        if not self._works:
+        if not self.works:
             act()
 
     def _alive(self, bucket: int) -> Iterator[torch.Tensor]:

@@ -56,7 +56,7 @@ class OverlappedGather(ParamGather):
             params = part.parameters(recurse=False)
             own = {bucket_of[param] for param in params if param in bucket_of}
             if own:
-                hook = UncopiedHook(_make_wait_hook(self._flights, weakref.ref(self), sorted(own)))
+                hook = _WaitHook(self._flights, weakref.ref(self), sorted(own))
                 self._handles.append(part.register_forward_pre_hook(hook))
 
     @override
@@ -109,18 +109,28 @@ class OverlappedGather(ParamGather):
         _alive.discard(self)
 
 
-def _make_wait_hook(
-    flights: Flights, gather: weakref.ref[OverlappedGather], buckets: list[int]
-) -> Callable[..., None]:
-    def wait_for_own(module: torch.nn.Module, args: Any) -> None:
-        owner = gather() if torch._C._is_tracing() else None
-        if owner is not None:
-            owner.disable_overlap()  # the trace will read parameters without Python
-        if flights:
+class _WaitHook(UncopiedHook):
+    """Waits for the buckets that a module's own parameters are in, before its forward."""
+
+    def __init__(
+        self, flights: Flights, gather: weakref.ref[OverlappedGather], buckets: Sequence[int]
+    ) -> None:
+        def wait_for_own(module: torch.nn.Module, args: Any) -> None:
+            owner = gather() if torch._C._is_tracing() else None
+            if owner is not None:
+                owner.disable_overlap()  # the trace will read parameters without Python
             for number in buckets:
                 flights.wait_for(number)
 
-    return wait_for_own
+        super().__init__(wait_for_own)
+        self._in_flight = flights.works.keys()
+        self._buckets = buckets
+
+    @override
+    def __call__(self, *args: Any) -> None:
+        # Every module of the model asks, in every forward: mostly its buckets have arrived.
+        if torch._C._is_tracing() or not self._in_flight.isdisjoint(self._buckets):
+            super().__call__(*args)
 
 
 def _make_root_hook(flights: Flights) -> Callable[..., None]:

@@ -41,8 +41,8 @@ class Reducer(Protocol):
     def arrived(self, param: int) -> None:
         """Count in a gradient that is to be sent in this round."""
 
-    def forget(self, param: int) -> None:
-        """Forget every earlier gradient of a parameter."""
+    def forget(self, params: Iterable[int]) -> None:
+        """Forget every earlier gradient of these parameters."""
 
 
 class Feeder:
@@ -170,26 +170,29 @@ class AutogradFeeder(Feeder):
 
     @override
     def take(self, params: Sequence[int]) -> list[torch.Tensor | None]:
-        return [self._take(index) for index in params]
-
-    def _take(self, index: int) -> torch.Tensor | None:
-        param, placeholder = self._params[index], self._placeholders[index]
-        grad = param.grad
-        if grad is not placeholder:
+        # Asked for every parameter in every round, so written out in one loop.
+        grads: list[torch.Tensor | None] = []
+        cleared = []
+        for index in params:
+            param, placeholder = self._params[index], self._placeholders[index]
+            grad = param.grad
+            if isinstance(grad, ShardedGrad):
+                grad = placeholder.take_incoming()
+            else:
+                cleared.append(index)
+            grads.append(grad)
             param.grad = placeholder
-        if isinstance(grad, ShardedGrad):
-            self._aside.discard(index)
-            return placeholder.take_incoming()
-        self._start_over(index)
-        return grad
+        self._start_over(cleared)
+        self._aside.difference_update(params)
+        return grads
 
-    def _start_over(self, param: int) -> None:
-        """Drop what came before for this parameter: the user has cleared or replaced it."""
+    def _start_over(self, params: Sequence[int]) -> None:
+        """Drop what came before for these parameters: the user has cleared or replaced it."""
         reducer = self._reducer()
         assert reducer is not None
-        reducer.forget(param)
-        self._placeholders[param].take_incoming()
-        self._aside.discard(param)
+        reducer.forget(params)
+        for index in params:
+            self._placeholders[index].incoming = None
 
     @override
     def hold_back(self, param: int) -> None:
@@ -207,7 +210,7 @@ class AutogradFeeder(Feeder):
     def put_aside(self, param: int, grad: torch.Tensor | None) -> None:
         """Keep a gradient of this rank in the placeholder, to be sent with the next round."""
         if not isinstance(grad, ShardedGrad):
-            self._start_over(param)
+            self._start_over([param])
             self._placeholders[param].incoming = grad
             self._params[param].grad = self._placeholders[param]
             self._aside.add(param)
@@ -269,9 +272,9 @@ class DDPFeeder(Feeder):
     def take(self, params: Sequence[int]) -> list[torch.Tensor | None]:
         reducer = self._reducer()
         assert reducer is not None
+        reducer.forget(params)
         for index in params:
-            reducer.forget(index)
-            self._placeholders[index].take_incoming()
+            self._placeholders[index].incoming = None
             self._places.pop(index, None)
         return [self._offered.pop(index, None) for index in params]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import takewhile
@@ -169,9 +169,9 @@ class GradReducer(ShardScaling):
         current.told = True
         self._used.tell()
 
-    def forget(self, param: int) -> None:
-        """Forget every earlier gradient of a parameter."""
-        self._used.clear(param)
+    def forget(self, params: Iterable[int]) -> None:
+        """Forget every earlier gradient of these parameters."""
+        self._used.clear(params)
 
     def expect_backward(self) -> None:
         """End the round with the backward pass that this is called in.

@@ -85,11 +85,11 @@ class UsedParams:
         """Note that these had a gradient on this rank."""
         self._here.update(params)
 
-    def clear(self, param: int) -> None:
-        """Forget every earlier gradient of `param`."""
-        self._here.discard(param)
+    def clear(self, params: Iterable[int]) -> None:
+        """Forget every earlier gradient of `params`."""
+        self._here.difference_update(params)
         if self._told:
-            self._cleared_at[param] = len(self._told)
+            self._cleared_at.update(dict.fromkeys(params, len(self._told)))
 
     def clear_all(self) -> None:
         """Forget every gradient."""
