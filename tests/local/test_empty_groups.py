@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from problems import copies, difference
 from ranks import run_ranks
 from torch import nn, optim
@@ -253,7 +254,8 @@ class HasModes(LeavesEmptyOut):
         super().step()
 
 
-def go_through_modes() -> None:
+@on_ranks(3)
+def test_modes_are_those_of_the_unsharded_class_too() -> None:
     net, opt = make(HasModes, "plain")
     opt.train()
     train(net, opt, range(3))
@@ -267,11 +269,8 @@ def go_through_modes() -> None:
         assert [group["trains"] for group in opt.param_groups] == [trains] * 2
 
 
-def test_modes_are_those_of_the_unsharded_class_too() -> None:
-    run_ranks(go_through_modes, 3)
-
-
-def refuse_a_group() -> None:
+@on_ranks(2)
+def test_a_group_that_was_refused_is_not_filled() -> None:
     net, opt = make(LeavesEmptyOut, "plain")
     more = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="needs the same on every rank"):
@@ -281,10 +280,6 @@ def refuse_a_group() -> None:
     opt.add_param_group({"params": more.parameters(), "lr": 0.3})
     train(net, opt, range(2, 4))
     assert [group["step"] for group in opt.param_groups] == [4, 4, 2]
-
-
-def test_a_group_that_was_refused_is_not_filled() -> None:
-    run_ranks(refuse_a_group, 2)
 
 
 class NotesDown(LeavesEmptyOut):
@@ -302,7 +297,9 @@ class NotesDown(LeavesEmptyOut):
         group["found"] = str(first.dtype), first.requires_grad, first.grad is not None
 
 
-def note_down(way: str) -> None:
+@pytest.mark.parametrize("way", ["masters", "closure", "quantised"])
+@on_ranks(3)
+def test_a_placeholder_is_like_the_trained_parameters_of_its_group(way: str) -> None:
     torch.manual_seed(0)
     net = Net().to(torch.bfloat16)
     groups = net.groups()
@@ -326,8 +323,3 @@ def note_down(way: str) -> None:
         assert None not in found
     else:
         assert found == [("torch.float32", True, True)] * 2
-
-
-@pytest.mark.parametrize("way", ["masters", "closure", "quantised"])
-def test_a_placeholder_is_like_the_trained_parameters_of_its_group(way: str) -> None:
-    run_ranks(note_down, 3, way)

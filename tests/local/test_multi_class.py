@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from models import PROBLEMS, make_gpt
 from muon_and_adamw import ADAMW, MUON, divided, groups_of
+from on_ranks import on_ranks
 from problems import copies, difference, differing, make_params, set_gradients
 from ranks import raises_on_every_rank, run_ranks
 from torch import nn, optim
@@ -157,7 +158,8 @@ def test_numbers_and_state_are_those_of_the_unsharded_classes_at_any_number_of_r
         assert difference(apart.state_dicts(), split_state_dict(saved)) is None
 
 
-def _against_ddp() -> list[int]:
+@on_ranks(2)
+def test_with_module_two_ranks_equal_ddp_with_both() -> list[int]:
     problem = PROBLEMS["gpt"]
     results = []
     for sharded in (False, True):
@@ -181,11 +183,8 @@ def _against_ddp() -> list[int]:
     return differing(*results)
 
 
-def test_with_module_two_ranks_equal_ddp_with_both() -> None:
-    assert run_ranks(_against_ddp, 2) == [[], []]
-
-
-def _changes() -> list[int]:
+@on_ranks(2, 3)
+def test_freezing_and_adding_groups_keep_the_numbers() -> list[int]:
     """Freezing, unfreezing and adding groups move the state of both classes."""
     results = []
     for make in (MultiClass, partial(ZeroRedundancyOptimizer, bucket_bytes=1 << 14)):
@@ -208,11 +207,6 @@ def _changes() -> list[int]:
         assert names == ["Muon", "AdamW", "Muon", "AdamW"]
         results.append(copies(params))
     return differing(*results)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_freezing_and_adding_groups_keep_the_numbers(world_size: int) -> None:
-    assert run_ranks(_changes, world_size) == [[]] * world_size
 
 
 # ------------------------------------------------------------------------------------ bad input

@@ -8,8 +8,9 @@ from typing import Any
 import problems
 import pytest
 import torch
+from on_ranks import on_ranks
 from problems import differing, train
-from ranks import each_raises_on_every_rank, raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank, run_ranks
 from torch.optim import SGD, Optimizer
 
 from shardstep import ZeroRedundancyOptimizer
@@ -131,14 +132,11 @@ def test_it_is_not_left_behind_when_a_parameter_is_frozen_or_a_group_is_added() 
     each_raises_on_every_rank(2, cases)
 
 
-def in_buckets() -> None:
+@on_ranks(2, raises=ValueError, match="ThroughEarlyViews keeps a view")
+def test_views_from_before_parameters_move_into_buckets_are_refused() -> None:
     ZeroRedundancyOptimizer(
         make_params(), ThroughEarlyViews, parameters_as_bucket_view=True, lr=0.1
     )
-
-
-def test_views_from_before_parameters_move_into_buckets_are_refused() -> None:
-    raises_on_every_rank(in_buckets, 2, ValueError, match="ThroughEarlyViews keeps a view")
 
 
 class Innocent(SGD):

@@ -11,7 +11,8 @@ import torch
 from ddp_ways import WAYS, overlapping
 from doubles import Wrapped, behind_the_door
 from models import MLP_PROBLEM, Failing, Setup, noise, rank, with_ddp, with_zero
-from ranks import RankFailure, raises_on_every_rank, run_ranks
+from on_ranks import on_ranks
+from ranks import RankFailure, run_ranks
 from torch import Tensor, nn
 
 from shardstep import ZeroRedundancyOptimizer
@@ -146,20 +147,14 @@ def test_an_extra_call_on_one_rank_times_out_by_name(what: str, operation: str) 
         run_ranks(_extra, 2, what, timeout=8)
 
 
-def _sparse() -> None:
+@on_ranks(2, raises=ValueError, match="SparseAdam takes sparse gradients")
+def test_a_class_that_needs_sparse_gradients_is_refused_with_module() -> None:
     table = nn.Embedding(50, 8, sparse=True)
     ZeroRedundancyOptimizer(table.parameters(), torch.optim.SparseAdam, module=table)
 
 
-def test_a_class_that_needs_sparse_gradients_is_refused_with_module() -> None:
-    raises_on_every_rank(_sparse, 2, ValueError, match="SparseAdam takes sparse gradients")
-
-
-def _expanded() -> None:
+@on_ranks(2, raises=ValueError, match="buffer 'scale' is expanded")
+def test_an_expanded_buffer_is_refused_on_every_rank() -> None:
     module = nn.Linear(4, 4)
     module.register_buffer("scale", torch.ones(1).expand(3))
     with_zero(module)
-
-
-def test_an_expanded_buffer_is_refused_on_every_rank() -> None:
-    raises_on_every_rank(_expanded, 2, ValueError, match="buffer 'scale' is expanded")

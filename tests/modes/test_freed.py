@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from ddp_ways import WAYS, overlapping
 from models import ADAMW, MLP_PROBLEM, SGD, Setup, with_ddp, with_zero
+from on_ranks import on_ranks
 from problems import differing
 from ranks import run_ranks
 from torch import nn
@@ -55,7 +56,8 @@ def _alive(way: str, moment: str) -> list[str]:
     return [f"{way}, {moment}: {name}" for name, ref in refs.items() if ref() is not None]
 
 
-def _all_alive() -> list[str]:
+@on_ranks(2)
+def test_model_and_optimizer_are_freed_in_every_mode_at_every_moment() -> list[str]:
     ways = ("drop-in", "module=", "module=, no overlap", *WAYS)
     moments = ("before the step", "in flight", "cleared")
     gc.freeze()  # so that each collection is short
@@ -63,10 +65,6 @@ def _all_alive() -> list[str]:
         return [found for way in ways for moment in moments for found in _alive(way, moment)]
     finally:
         gc.unfreeze()
-
-
-def test_model_and_optimizer_are_freed_in_every_mode_at_every_moment() -> None:
-    assert run_ranks(_all_alive, 2) == [[], []]
 
 
 def _hooks(module: nn.Module) -> int:
@@ -97,25 +95,19 @@ def _take_over(gradients: bool) -> list[Any]:
     return seen
 
 
-def _take_over_twice() -> list[Any]:
+@on_ranks(2)
+def test_after_the_optimizer_is_dropped_another_takes_over() -> list[Any]:
     return _take_over(gradients=False) + _take_over(gradients=True)
 
 
-def test_after_the_optimizer_is_dropped_another_takes_over() -> None:
-    assert run_ranks(_take_over_twice, 2) == [[], []]
-
-
-def _live_optimizer_is_kept() -> None:
+@on_ranks(1)
+def test_an_optimizer_that_is_still_referred_to_is_not_displaced() -> None:
     module = MLP_PROBLEM.fresh()
     first = with_zero(module)
     with pytest.raises(ValueError, match="already has its gradient reduced by another optimizer"):
         with_zero(module)
     first.opt.detach()
     with_zero(module)
-
-
-def test_an_optimizer_that_is_still_referred_to_is_not_displaced() -> None:
-    run_ranks(_live_optimizer_is_kept, 1)
 
 
 def _storage_calls() -> list[str]:

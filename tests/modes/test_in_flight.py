@@ -17,8 +17,8 @@ import torch
 from doubles import AnyOrder
 from late import Late, Noted, in_flight
 from models import ADAMW, MLP, MLP_PROBLEM, failing, noise, rank, train, with_ddp
+from on_ranks import on_ranks
 from problems import copies, differing
-from ranks import run_ranks
 from scenarios import MODULE, SCENARIOS, compared
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -43,15 +43,12 @@ NAMES = (
 )
 
 
-def _compared(name: str, double: Any) -> list[str]:
-    assert SCENARIOS[name].loop.__module__ in (loops.__name__, surroundings.__name__)
-    return compared([name], double=double, modes=MODULE)
-
-
 @pytest.mark.parametrize("double", DOUBLES)
 @pytest.mark.parametrize("name", NAMES)
-def test_training_reads_nothing_that_has_not_arrived(name: str, double: Any) -> None:
-    assert run_ranks(_compared, 2, name, double) == [[], []]
+@on_ranks(2)
+def test_training_reads_nothing_that_has_not_arrived(name: str, double: Any) -> list[str]:
+    assert SCENARIOS[name].loop.__module__ in (loops.__name__, surroundings.__name__)
+    return compared([name], double=double, modes=MODULE)
 
 
 # ------------------------------------------------------------------- every way to read a parameter
@@ -243,7 +240,9 @@ def _evaluated(model: nn.Module) -> list[Tensor]:
     return copies(model.parameters())
 
 
-def _read(double: Any) -> list[str]:
+@pytest.mark.parametrize("double", DOUBLES)
+@on_ranks(2)
+def test_no_way_of_reading_a_parameter_in_flight_sees_an_old_value(double: Any) -> list[str]:
     ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
     train(ddp, MLP_PROBLEM, range(2))
     expected = ddp.params
@@ -269,15 +268,11 @@ def _read(double: Any) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("double", DOUBLES)
-def test_no_way_of_reading_a_parameter_in_flight_sees_an_old_value(double: Any) -> None:
-    assert run_ranks(_read, 2, double) == [[], []]
-
-
 # ------------------------------------------------------------------ the model and the optimizer
 
 
-def _converted_in_flight() -> list[str]:
+@on_ranks(2)
+def test_converting_a_model_in_flight_converts_what_arrives() -> list[str]:
     ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
     train(ddp, MLP_PROBLEM, range(2))
     checks = []
@@ -289,11 +284,8 @@ def _converted_in_flight() -> list[str]:
     return failing(checks)
 
 
-def test_converting_a_model_in_flight_converts_what_arrives() -> None:
-    assert run_ranks(_converted_in_flight, 2) == [[], []]
-
-
-def _state_in_flight() -> list[str]:
+@on_ranks(2)
+def test_the_optimizers_state_is_complete_while_parameters_are_in_flight() -> list[str]:
     ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
     train(ddp, MLP_PROBLEM, range(2))
     expected = ddp.opt.state_dict()["state"]
@@ -312,7 +304,3 @@ def _state_in_flight() -> list[str]:
     whole = zero.opt.full_state("layers.1.weight")
     failures += [key for key, value in expected[2].items() if differing([value], [whole[key]])]
     return failures
-
-
-def test_the_optimizers_state_is_complete_while_parameters_are_in_flight() -> None:
-    assert run_ranks(_state_in_flight, 2) == [[], []]

@@ -15,8 +15,9 @@ from ddp_ways import HOOKS, WAYS, compare, expected, in_ddp, overlapping, plain_
 from doubles import AnyOrder, LateArrival, behind_the_door
 from graphs import READS
 from models import ADAMW, MLP, MLP_PROBLEM, Setup, failing, noise, rank
+from on_ranks import on_ranks
 from problems import OneByOne, copies, differing
-from ranks import each_raises_on_every_rank, raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank, run_ranks
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -102,16 +103,13 @@ class CountsInItself(OneByOne):
 COUNTING = (CountsInGroups, CountsInItself)
 
 
-def counting_at_the_end() -> list[str]:
+@on_ranks(2)
+def test_a_class_that_counts_steps_may_step_at_the_end_of_backward() -> list[str]:
     checks = []
     for counting in COUNTING:
         for way, found in compare(plain_loop(), kind=(counting, {}), ways=["hook", "register"]):
             checks.append((f"{counting.__name__}, {way}", found))
     return failing(checks)
-
-
-def test_a_class_that_counts_steps_may_step_at_the_end_of_backward() -> None:
-    assert run_ranks(counting_at_the_end, 2) == FINE
 
 
 def counting_by_buckets(counting: type[Optimizer], module: type[nn.Module]) -> None:
@@ -154,7 +152,8 @@ def power_state() -> Any:
     return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
 
 
-def communication_hooks() -> list[str]:
+@on_ranks(2)
+def test_any_communication_hook() -> list[str]:
     checks = []
     for hook in (allreduce_hook, default_hooks.fp16_compress_hook, bf16, at_once):
         for kind in (ADAMW, (optim.Adafactor, {"lr": 0.01})):
@@ -173,14 +172,11 @@ def communication_hooks() -> list[str]:
     return failing(checks)
 
 
-def test_any_communication_hook() -> None:
-    assert run_ranks(communication_hooks, 2) == FINE
-
-
 # ---------------------------------------------------------------------------- groups and ranks
 
 
-def groups_added_before() -> list[str]:
+@on_ranks(2)
+def test_a_group_may_be_added_before_the_hook_is_made() -> list[str]:
     reference = seen_in(expected(MLP_PROBLEM.fresh()), plain_loop())
     checks = []
     for way in WAYS:
@@ -197,10 +193,6 @@ def groups_added_before() -> list[str]:
         setup = Setup(model, model.module, opt, model.no_sync, lambda: torch.zeros(()))
         checks.append((way, differing(reference, seen_in(setup, plain_loop()))))
     return failing(checks)
-
-
-def test_a_group_may_be_added_before_the_hook_is_made() -> None:
-    assert run_ranks(groups_added_before, 2) == FINE
 
 
 def sharded_within(ways: Iterable[str]) -> list[str]:
@@ -221,7 +213,9 @@ def test_the_state_may_be_divided_among_some_of_ddps_ranks() -> None:
 # ------------------------------------------------------------------ nothing stale, nothing early
 
 
-def read_after_backward(double: Any) -> list[str]:
+@pytest.mark.parametrize("double", [None, LateArrival, AnyOrder])
+@on_ranks(2)
+def test_parameters_read_right_after_backward_are_up_to_date(double: Any) -> list[str]:
     """Read parameters right after backward, before `step()` is called."""
     checks = []
     reference = expected(MLP_PROBLEM.fresh())
@@ -243,12 +237,8 @@ def read_after_backward(double: Any) -> list[str]:
     return failing(checks)
 
 
-@pytest.mark.parametrize("double", [None, LateArrival, AnyOrder])
-def test_parameters_read_right_after_backward_are_up_to_date(double: Any) -> None:
-    assert run_ranks(read_after_backward, 2, double) == FINE
-
-
-def hooks_done_at_once() -> list[str]:
+@on_ranks(2)
+def test_no_result_of_a_hook_is_used_before_it_has_arrived() -> list[str]:
     checks = []
     for double in (LateArrival, AnyOrder):
         with behind_the_door(double):
@@ -256,22 +246,13 @@ def hooks_done_at_once() -> list[str]:
     return failing(checks)
 
 
-def test_no_result_of_a_hook_is_used_before_it_has_arrived() -> None:
-    assert run_ranks(hooks_done_at_once, 2) == FINE
-
-
-def read_in_backward_by_buckets() -> None:
+@on_ranks(2, raises=RuntimeError, match="modified by an inplace operation")
+def test_a_parameter_that_backward_needs_after_it_has_stepped_is_an_error() -> None:
+    """On every rank, whether or not it owns the weight."""
     setup = overlapping("interleaved", READS.fresh(), comm_hook=at_once)
     for step in range(3):
         setup.backward(step, READS)
         setup.finish()
-
-
-def test_a_parameter_that_backward_needs_after_it_has_stepped_is_an_error() -> None:
-    """On every rank, whether or not it owns the weight."""
-    raises_on_every_rank(
-        read_in_backward_by_buckets, 2, RuntimeError, match="modified by an inplace operation"
-    )
 
 
 # --------------------------------------------------------------------------------------- errors
@@ -377,7 +358,9 @@ ERRORS: dict[Callable[[str], None], tuple[type[Exception], str]] = {
 }
 
 
-def each_refused(way: str) -> list[str]:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_mistakes_are_refused_on_every_rank(way: str) -> list[str]:
     """Mistakes that are found before anything is sent leave the ranks fit for the next one."""
     checks = []
     for mistake, (error, match) in ERRORS.items():
@@ -389,11 +372,6 @@ def each_refused(way: str) -> list[str]:
         except error as raised:
             checks.append((mistake.__name__, not re.search(match, str(raised)) and str(raised)))
     return failing(checks)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_mistakes_are_refused_on_every_rank(way: str) -> None:
-    assert run_ranks(each_refused, 2, way) == FINE
 
 
 def test_the_optimizer_joins_behind_ddp() -> None:

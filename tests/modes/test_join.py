@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from problems import LAYOUTS, copies, differing, make_params, set_gradients
-from ranks import raises_on_every_rank, run_ranks
+from ranks import run_ranks
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
@@ -117,14 +118,11 @@ def test_joining_behind_another_joinable_equals_torchs_own_class(world_size: int
     assert run_ranks(_behind_another, world_size) == [[[]] * 4] * world_size
 
 
-def _inputs_the_other_way_round() -> list[int]:
+@on_ranks(3)
+def test_a_rank_without_any_input_takes_every_step() -> list[int]:
     """Rank 0 goes on longest, and one rank has no input at all."""
     last = dist.get_world_size() - 1
     return differing(_unsharded(2 * last), _joined(2 * (last - dist.get_rank())))
-
-
-def test_a_rank_without_any_input_takes_every_step() -> None:
-    assert run_ranks(_inputs_the_other_way_round, 3) == [[], [], []]
 
 
 def _even_inputs() -> list[list[int]]:
@@ -135,7 +133,8 @@ def test_even_inputs_and_a_disabled_context_change_nothing() -> None:
     assert run_ranks(_even_inputs, 2) == [[[], []]] * 2
 
 
-def _two_optimizers() -> list[int]:
+@on_ranks(2)
+def test_several_optimizers_join_together() -> list[int]:
     params = _params()
     halves = [params[:4], params[4:]]
     opts = [ZeroRedundancyOptimizer(half, optim.SGD, **OPTIONS) for half in halves]
@@ -146,19 +145,13 @@ def _two_optimizers() -> list[int]:
     return differing(_unsharded(_most()), params)
 
 
-def test_several_optimizers_join_together() -> None:
-    assert run_ranks(_two_optimizers, 2) == [[], []]
-
-
-def _throwing() -> None:
+@on_ranks(2, raises=RuntimeError, match="exhausted")
+def test_early_termination_can_be_an_error_on_every_rank() -> None:
     _joined(_inputs(), throw_on_early_termination=True)
 
 
-def test_early_termination_can_be_an_error_on_every_rank() -> None:
-    raises_on_every_rank(_throwing, 2, RuntimeError, match="exhausted")
-
-
-def _in_a_subgroup() -> list[int]:
+@on_ranks(3)
+def test_joining_within_a_subgroup() -> list[int]:
     """Ranks 1 and 2 join; their group's ranks are 0 and 1."""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
@@ -170,10 +163,6 @@ def _in_a_subgroup() -> list[int]:
         for _ in range(2 + opt.rank):
             opt.step()
     return differing(_unsharded(3), params)
-
-
-def test_joining_within_a_subgroup() -> None:
-    assert run_ranks(_in_a_subgroup, 3) == [[], [], []]
 
 
 def _state_after_joining() -> list[int]:

@@ -14,8 +14,9 @@ from unittest import mock
 import pytest
 import torch
 from models import MLP_PROBLEM, PROBLEMS, SGD, Setup, rank, world_size
+from on_ranks import on_ranks
 from problems import differing
-from ranks import each_raises_on_every_rank, raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank, run_ranks
 from scenarios import ALL, APART, MODULE, sharded, unsharded
 from torch import Tensor, nn
 from traffic import counted
@@ -139,14 +140,23 @@ def _clear_here(mode: str, of: int) -> None:
     setup.finish()
 
 
-@pytest.mark.parametrize("of", [1, 10])
-@pytest.mark.parametrize("mode", MODULE)
-def test_gradients_cleared_on_one_rank_are_noticed(mode: str, of: int) -> None:
-    match = f"rank 0 counts 10 gradients that were not cleared where rank 1 counts {10 - of}"
-    raises_on_every_rank(_clear_here, 2, OutOfStepError, mode, of, match=match)
+def test_gradients_cleared_on_one_rank_are_noticed() -> None:
+    match = "rank 0 counts 10 gradients that were not cleared where rank 1 counts {}"
+    runs = itertools.product(MODULE, (1, 10))
+    cases = [(_clear_here, OutOfStepError, match.format(10 - of), mode, of) for mode, of in runs]
+    each_raises_on_every_rank(2, cases)
 
 
-def _one_more(what: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["backward", "step", "no step"])
+@on_ranks(
+    2,
+    raises=RuntimeError,
+    match=r"rank \d: \w+ .* failed: .* call that only some ranks make",
+    timeout=8,
+)
+def test_ranks_that_wait_in_different_operations_say_what_to_look_for(what: str) -> None:
+    """No round comes in between that could tell: each waits for what the other sends later."""
     setup = sharded("module", MLP_PROBLEM.fresh())
     setup.backward(0)
     if rank() == 1 and what == "backward":
@@ -159,14 +169,6 @@ def _one_more(what: str) -> None:
         setup.opt.zero_grad()
         setup.backward(step)
         setup.opt.step()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["backward", "step", "no step"])
-def test_ranks_that_wait_in_different_operations_say_what_to_look_for(what: str) -> None:
-    """No round comes in between that could tell: each waits for what the other sends later."""
-    match = r"rank \d: \w+ .* failed: .* call that only some ranks make"
-    raises_on_every_rank(_one_more, 2, RuntimeError, what, match=match, timeout=8)
 
 
 def _messages(mode: str) -> tuple[dict[str, int], int]:
@@ -272,7 +274,9 @@ def _skipping(where: str, which: str) -> list[Tensor]:
     return [*setup.params, *setup.module.buffers()]
 
 
-def _unequal(where: str) -> list[Any]:
+@pytest.mark.parametrize("where", ["loader", "forward", "backward"])
+@on_ranks(2, 3)
+def test_a_batch_that_fails_on_a_rank_is_skipped_on_all(where: str) -> list[Any]:
     found: list[Any] = []
     for number, which in enumerate(FAILS):
         closure = world_size() == 2 and number % 2 == 1
@@ -283,12 +287,6 @@ def _unequal(where: str) -> list[Any]:
             pairs = enumerate(zip(expected, got, strict=True))
             found += [(which, n) for n, (a, b) in pairs if not a.allclose(b)]
     return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("where", ["loader", "forward", "backward"])
-def test_a_batch_that_fails_on_a_rank_is_skipped_on_all(where: str, world_size: int) -> None:
-    assert run_ranks(_unequal, world_size, where) == [[]] * world_size
 
 
 def _refused(mode: str) -> None:
@@ -305,14 +303,11 @@ def test_a_finished_backward_pass_cannot_be_given_up() -> None:
     setup.opt.recover()
 
 
-def _on_an_accelerator() -> None:
-    with mock.patch.object(lockstep, "WAITED_FOR", ()):
-        _refused("module")
-
-
+@on_ranks(2, raises=RuntimeError, match="accelerator")
 def test_recover_is_refused_where_notes_are_not_waited_for() -> None:
     """The other ranks would have taken the step before they learn of it."""
-    raises_on_every_rank(_on_an_accelerator, 2, RuntimeError, match="accelerator")
+    with mock.patch.object(lockstep, "WAITED_FOR", ()):
+        _refused("module")
 
 
 def test_recover_needs_a_module() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from ddp_ways import expected, in_ddp, overlapping
 from models import MLP, MLP_PROBLEM, rank, train
+from on_ranks import on_ranks
 from problems import differing
 from ranks import run_ranks
 from torch import nn, optim
@@ -83,7 +84,8 @@ def test_gradients_are_with_their_owners() -> None:
     assert run_ranks(looking_at_gradients, 2) == [True, True]
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_a_second_hook_its_own_no_sync_and_fewer_ranks_are_refused() -> None:
     setup = overlapping("register", MLP())
     with pytest.raises(RuntimeError, match="register_comm_hook"):
         register(setup.model, setup.opt)  # type: ignore[arg-type]
@@ -96,7 +98,3 @@ def refusals() -> None:
     )
     with pytest.raises(ValueError, match=r"must have the ranks .* \[0, 1\], not \["):
         register(model, opt)
-
-
-def test_a_second_hook_its_own_no_sync_and_fewer_ranks_are_refused() -> None:
-    run_ranks(refusals, 2)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import uneven
 from doubles import AnyOrder, LateArrival
 from models import ADAMW, MLP_PROBLEM, PROBLEMS, rank, train
+from on_ranks import on_ranks
 from problems import copies, difference, differing
 from ranks import each_raises_on_every_rank, run_ranks
 from scenarios import ALL, APART, MODULE, REFUSED, SCENARIOS, compared, sharded, unsharded
@@ -136,7 +137,8 @@ def test_four_ranks_repeat_themselves_and_have_equal_parameters() -> None:
         assert differing(first, params) == []
 
 
-def _within_a_subgroup() -> list[str]:
+@on_ranks(3)
+def test_every_mode_works_within_a_subgroup() -> list[str]:
     """Global ranks 1 and 2 are ranks 0 and 1 of their group."""
     group = dist.new_group([1, 2])
     if rank() == 0:
@@ -149,10 +151,6 @@ def _within_a_subgroup() -> list[str]:
         got = [*train(setup, MLP_PROBLEM, range(5)), *setup.params]
         failures += [f"{mode}: {found}" for found in differing(expected, got)]
     return failures
-
-
-def test_every_mode_works_within_a_subgroup() -> None:
-    assert run_ranks(_within_a_subgroup, 3) == [[]] * 3
 
 
 # ------------------------------------------------------------------------------------- the state

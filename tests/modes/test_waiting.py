@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from doubles import AnyOrder, behind_the_door
 from late import Noted, in_flight
-from models import MLP, MLP_PROBLEM, SGD, Problem, failing, noise, train, with_ddp, with_zero
-from problems import differing
-from ranks import run_ranks
+from models import MLP, MLP_PROBLEM, SGD, Problem, noise, train, with_ddp, with_zero
+from on_ranks import on_ranks
+from problems import assert_same
 from torch import nn, optim
 
 
@@ -21,16 +21,16 @@ class _Marked(nn.Parameter):
     mark = "mine"
 
 
-def _not_waiting() -> list[str]:
-    failures = []
+@on_ranks(2)
+def test_clearing_gradients_and_asking_for_metadata_do_not_wait() -> None:
     zero = in_flight(steps=1)
     zero.backward(1)
     zero.opt.step()
     before = Noted.waits
 
     def waited(what: str) -> None:
-        if Noted.waits != before or any(type(p) is nn.Parameter for p in zero.module.parameters()):
-            failures.append(what)
+        assert Noted.waits == before, what
+        assert all(type(p) is not nn.Parameter for p in zero.module.parameters()), what
 
     zero.opt.zero_grad()
     waited("opt.zero_grad()")
@@ -48,42 +48,18 @@ def _not_waiting() -> list[str]:
     waited("counting parameters")
     zero.module.train()
     waited("train()")
-    return failures
 
 
-def test_clearing_gradients_and_asking_for_metadata_do_not_wait() -> None:
-    assert run_ranks(_not_waiting, 2) == [[], []]
-
-
-def _one_bucket_at_a_time() -> list[str]:
+@on_ranks(2)
+def test_a_read_waits_for_its_own_bucket_alone() -> None:
     """A parameter's read waits for its own bucket and for no other."""
     zero = in_flight()
-    first, last = (
-        zero.module.get_parameter("layers.0.weight"),
-        zero.module.get_parameter("layers.4.weight"),
-    )
+    first, last = (zero.module.get_parameter(f"layers.{each}.weight") for each in (0, 4))
     assert len(zero.opt.plan.training_buckets) >= 3
     first.sum()
-    landed = (type(first) is nn.Parameter, type(last) is nn.Parameter)
+    assert (type(first) is nn.Parameter, type(last) is nn.Parameter) == (True, False)
     last.sum()
-    return failing([("landed", landed != (True, False)), ("last", type(last) is not nn.Parameter)])
-
-
-def test_a_read_waits_for_its_own_bucket_alone() -> None:
-    assert run_ranks(_one_bucket_at_a_time, 2) == [[], []]
-
-
-def _own_class() -> list[str]:
-    zero = in_flight(problem=Problem(_with_marked, MLP_PROBLEM.loss))
-    param = zero.module.get_parameter("layers.1.weight")
-    failures = []
-    if not isinstance(param, _Marked) or param.mark != "mine":
-        failures.append("not of its class in flight")
-    param.note = "kept"  # type: ignore[attr-defined]
-    param.sum()
-    if type(param) is not _Marked or vars(param) != {"note": "kept"}:
-        failures.append(f"landed as {type(param)} with {vars(param)}")
-    return failures
+    assert type(last) is nn.Parameter
 
 
 def _with_marked() -> nn.Module:
@@ -93,11 +69,19 @@ def _with_marked() -> nn.Module:
     return model
 
 
+@on_ranks(2)
 def test_a_users_own_class_of_parameter_survives_the_flight() -> None:
-    assert run_ranks(_own_class, 2) == [[], []]
+    zero = in_flight(problem=Problem(_with_marked, MLP_PROBLEM.loss))
+    param = zero.module.get_parameter("layers.1.weight")
+    assert isinstance(param, _Marked)
+    assert param.mark == "mine"
+    param.note = "kept"  # type: ignore[attr-defined]
+    param.sum()
+    assert (type(param), vars(param)) == (_Marked, {"note": "kept"})
 
 
-def _traced() -> tuple[bool, str]:
+@on_ranks(2)
+def test_a_trace_of_the_model_sees_no_old_values() -> None:
     """A trace that was made of the model reads parameters without Python from then on."""
     zero = in_flight(steps=1, kind=SGD)
     x = noise(1, 6, 16)
@@ -108,14 +92,12 @@ def _traced() -> tuple[bool, str]:
     zero.opt.step()
     with torch.no_grad():
         out = traced(x)
-    return bool(out.isnan().any()), str(differing([zero.module(x).detach()], [out]))
+    assert not out.isnan().any()
+    assert_same([zero.module(x).detach()], [out])
 
 
-def test_a_trace_of_the_model_sees_no_old_values() -> None:
-    assert run_ranks(_traced, 2) == [(False, "[]")] * 2
-
-
-def _forked() -> int:
+@on_ranks(2)
+def test_a_forked_process_has_nothing_in_flight_that_could_never_arrive_there() -> None:
     """How a process ends that is forked right behind a step and asks whether it has to wait."""
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     zero.backward(0)
@@ -123,45 +105,32 @@ def _forked() -> int:
     child = os.fork()
     if child == 0:
         os._exit(sum(type(param) is not nn.Parameter for param in zero.module.parameters()))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_a_forked_process_has_nothing_in_flight_that_could_never_arrive_there() -> None:
-    assert run_ranks(_forked, 2) == [0, 0]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 # -------------------------------------------------------------------------- reductions in flight
 
 
-def _reductions() -> list[str]:
+@on_ranks(2)
+def test_gradients_are_looked_at_only_when_they_have_arrived() -> None:
     """Everything that looks at gradients right behind backward, whose reductions are NaN."""
     ddp = with_ddp(MLP_PROBLEM.fresh(), SGD)
     ddp.backward(0)
     expected = [p.grad.clone() for p in ddp.module.parameters() if p.grad is not None]
     norm = nn.utils.clip_grad_norm_(ddp.module.parameters(), 1e-3)
     names = [name for name, _ in ddp.module.named_parameters()]
-    failures = []
     for overlap in (True, False):
         with behind_the_door(AnyOrder):
             zeros = [with_zero(MLP_PROBLEM.fresh(), SGD, overlap=overlap) for _ in range(3)]
         zero, clipped, cleared = zeros
         zero.backward(0)
-        got = [zero.opt.full_grad(name) for name in names]
-        if differing(expected, got):
-            failures.append(f"full_grad, overlap {overlap}")
+        assert_same(expected, [zero.opt.full_grad(name) for name in names], overlap)
         clipped.backward(0)
-        if not torch.allclose(clipped.clip(1e-3), norm, rtol=1e-6):
-            failures.append(f"clip, overlap {overlap}")
+        assert torch.allclose(clipped.clip(1e-3), norm, rtol=1e-6), f"clip, overlap {overlap}"
         cleared.backward(1)
         cleared.opt.zero_grad()
         cleared.backward(0)
-        if differing(expected, [cleared.opt.full_grad(name) for name in names]):
-            failures.append(f"zero_grad in flight, overlap {overlap}")
-    return failures
-
-
-def test_gradients_are_looked_at_only_when_they_have_arrived() -> None:
-    assert run_ranks(_reductions, 2) == [[], []]
+        assert_same(expected, [cleared.opt.full_grad(name) for name in names], overlap)
 
 
 def test_one_rank_has_nothing_in_flight() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -23,36 +24,14 @@ from models import (
     rank,
     train,
     with_ddp,
+    with_plain,
     with_zero,
     world_size,
 )
-from problems import differing
-from ranks import raises_on_every_rank, run_ranks
+from on_ranks import on_ranks
+from problems import assert_same, differing
 from torch import Tensor, nn
 from traffic import Traffic, counted
-
-
-def _run_on_the_mean(loss: Callable[..., Tensor]) -> list[str]:
-    """Against one process that computes all ranks' losses and takes their mean itself."""
-    failures = []
-    for overlap in (True, False):
-        zero = with_zero(MLP_PROBLEM.fresh(), SGD, overlap=overlap)
-        oracle = MLP()
-        oracle.load_state_dict(zero.module.state_dict())
-        opt = SGD[0](oracle.parameters(), **SGD[1])
-        ranks = range(world_size())
-        twice = loss is _walked_twice
-        for step in range(4):
-            mean = sum(loss(oracle, step, each) for each in ranks) / len(ranks)
-            for value in (mean, loss(zero.module, step, None)):
-                for walk in range(1 + twice):
-                    value.backward(retain_graph=twice and walk == 0)
-            opt.step()
-            opt.zero_grad()
-            zero.finish()
-        if (far := furthest(list(oracle.parameters()), zero.params)) > 1e-5:
-            failures.append(f"overlap {overlap}: {far}")
-    return failures
 
 
 def _siamese(model: nn.Module, step: int, of: int | None) -> Tensor:
@@ -74,10 +53,28 @@ def _penalised(model: nn.Module, step: int, of: int | None) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [_siamese, _walked_twice, _penalised])
-def test_the_gradient_is_the_mean_over_ranks_however_often_the_graph_is_walked(loss: Any) -> None:
+@on_ranks(2)
+def test_the_gradient_is_the_mean_over_ranks_however_often_the_graph_is_walked(
+    loss: Callable[..., Tensor],
+) -> None:
     """Two forward passes before a backward pass, two backward passes through one graph, and a
-    penalty on the gradient with respect to the input."""
-    assert run_ranks(_run_on_the_mean, 2, loss) == [[], []]
+    penalty on the gradient with respect to the input.
+
+    The oracle is one process that computes all ranks' losses and takes their mean itself.
+    """
+    for overlap in (True, False):
+        zero = with_zero(MLP_PROBLEM.fresh(), SGD, overlap=overlap)
+        oracle = with_plain(copy.deepcopy(zero.module), SGD)
+        ranks = range(world_size())
+        twice = loss is _walked_twice
+        for step in range(4):
+            mean = sum(loss(oracle.module, step, each) for each in ranks) / len(ranks)
+            for value in (mean, loss(zero.module, step, None)):
+                for walk in range(1 + twice):
+                    value.backward(retain_graph=twice and walk == 0)
+            oracle.finish()
+            zero.finish()
+        assert furthest(oracle.params, zero.params) <= 1e-5
 
 
 # --------------------------------------------------------------------------------- what is sent
@@ -88,57 +85,50 @@ def _counted(problem: Problem = MLP_PROBLEM) -> tuple[Setup, Traffic]:
         return with_zero(problem.fresh(), SGD), traffic
 
 
-def _held_back_is_not_sent() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+@on_ranks(2)
+def test_what_is_held_back_is_sent_once_by_the_next_backward_or_the_step() -> None:
     zero, traffic = _counted()
     num_buckets = len(zero.opt.plan.training_buckets)
     assert num_buckets >= 3
 
+    def hold_back(setup: Setup, steps: int) -> None:
+        with setup.no_sync():
+            for step in range(steps):
+                setup.backward(step)
+
     traffic.reset()
-    with zero.no_sync():
-        for step in range(3):
-            zero.backward(step)
-    found["nothing sent under no_sync"] = not traffic.calls
+    hold_back(zero, 3)
+    assert not traffic.calls
     zero.backward(3)
     zero.opt.step()
-    found["one round"] = traffic.calls["reduce_scatter"] == num_buckets
+    assert traffic.calls["reduce_scatter"] == num_buckets, "one round"
 
     # One batch of four times the size has the same gradient, but for the order of its sums.
     whole = with_zero(MLP_PROBLEM.fresh(), SGD)
     batch = torch.cat([noise(step, 6, 16) for step in range(4)])
     (4 * whole.model(batch).square().mean()).backward()
     whole.opt.step()
-    found["equals one large batch"] = furthest(whole.params, zero.params) < 1e-5
+    assert furthest(whole.params, zero.params) < 1e-5
 
     # The step sends what no backward pass has sent, and to the same numbers.
     late, traffic = _counted()
-    with late.no_sync():
-        for step in range(4):
-            late.backward(step)
+    hold_back(late, 4)
     assert traffic.calls["reduce_scatter"] == 0
     late.opt.step()
-    found["the step sends"] = traffic.calls["reduce_scatter"] == num_buckets
-    found["same numbers"] = not differing(zero.params, late.params)
+    assert traffic.calls["reduce_scatter"] == num_buckets
+    assert_same(zero.params, late.params)
 
     # A closure's gradients are sent with those before it.
     closed, traffic = _counted()
-    with closed.no_sync():
-        for step in range(3):
-            closed.backward(step)
+    hold_back(closed, 3)
     closed.opt.step(lambda: closed.backward(3))
-    found["one round with a closure"] = traffic.calls["reduce_scatter"] == num_buckets
-    found["same numbers with a closure"] = not differing(zero.params, closed.params)
-    return found
+    assert traffic.calls["reduce_scatter"] == num_buckets
+    assert_same(zero.params, closed.params)
 
 
-def test_what_is_held_back_is_sent_once_by_the_next_backward_or_the_step() -> None:
-    for found in run_ranks(_held_back_is_not_sent, 2):
-        assert all(found.values()), found
-
-
-def _freeze_and_hold_back() -> dict[str, Any]:
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_first_changes_nothing_about_what_is_held_back() -> None:
     """The first forward pass after a parameter was frozen, or unfrozen, is held back."""
-    found: dict[str, Any] = {}
     (noticed, first), (late, second) = _counted(), _counted()
     for step, trains in ((0, True), (3, False), (6, True)):
         for setup in (noticed, late):
@@ -149,32 +139,23 @@ def _freeze_and_hold_back() -> dict[str, Any]:
             with setup.no_sync():
                 setup.backward(step)
                 setup.backward(step + 1)
-            found[f"nothing sent from step {step} on"] = not traffic.calls["reduce_scatter"]
+            assert not traffic.calls["reduce_scatter"], step
             setup.backward(step + 2)
             setup.finish()
-    found["same numbers"] = not differing(noticed.params, late.params)
-    return found
+    assert_same(noticed.params, late.params)
 
 
-def test_a_parameter_that_is_frozen_first_changes_nothing_about_what_is_held_back() -> None:
-    for found in run_ranks(_freeze_and_hold_back, 2):
-        assert all(found.values()), found
-
-
-def _detach_while_held_back() -> list[bool]:
+@on_ranks(2)
+def test_detaching_while_gradients_are_held_back_leaves_no_stand_ins() -> None:
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     with zero.no_sync():
         zero.backward(0)
         zero.opt.detach()
-    return [param.grad is None for param in zero.module.parameters()]
+    assert all(param.grad is None for param in zero.module.parameters())
 
 
-def test_detaching_while_gradients_are_held_back_leaves_no_stand_ins() -> None:
-    for cleared in run_ranks(_detach_while_held_back, 2):
-        assert all(cleared)
-
-
-def _unfreeze_with_gradients_on_one_rank() -> None:
+@on_ranks(2, raises=RuntimeError, match="lose the gradients")
+def test_ranks_that_hold_nothing_back_do_not_wait_for_one_that_would_lose_it() -> None:
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     zero.module.get_submodule("layers.2").requires_grad_(False)
     zero.opt.zero_grad()
@@ -185,28 +166,17 @@ def _unfreeze_with_gradients_on_one_rank() -> None:
         zero.backward(1)
 
 
-def test_ranks_that_hold_nothing_back_do_not_wait_for_one_that_would_lose_it() -> None:
-    raises_on_every_rank(
-        _unfreeze_with_gradients_on_one_rank, 2, RuntimeError, match="lose the gradients"
-    )
-
-
-def _buffers_under_no_sync() -> bool:
+@on_ranks(2)
+def test_under_no_sync_buffers_are_not_sent_either() -> None:
     zero, traffic = _counted(BUFFERED)
-    quiet = True
     for step in range(0, 9, 3):
         traffic.reset()
         with zero.no_sync():
             zero.backward(step, BUFFERED)
             zero.backward(step + 1, BUFFERED)
-        quiet &= not traffic.calls
+        assert not traffic.calls
         zero.backward(step + 2, BUFFERED)
         zero.finish()
-    return quiet
-
-
-def test_under_no_sync_buffers_are_not_sent_either() -> None:
-    assert run_ranks(_buffers_under_no_sync, 2) == [True, True]
 
 
 # ------------------------------------------------------------------- when something goes wrong
@@ -269,49 +239,41 @@ PLACES: list[tuple[int | str | None, int | str | None]] = [
 ]
 
 
-def _give_up(overlap: bool) -> list[str]:
-    ddp = with_ddp(FUSIBLE.fresh(), SGD)
-    expected = [*train(ddp, FUSIBLE, range(3)), *ddp.params]
-    failures = []
-    for places in PLACES:
-        for set_to_none in (True, False):
-            for already in (0, 1):  # passes that were good before the one that fails
-                zero = with_zero(FUSIBLE.fresh(), SGD, overlap=overlap)
-                losses = []
-                for step in range(3):
-                    if step == 1:
-                        for _ in range(already):
-                            zero.backward(55, FUSIBLE)
-                        _fail(zero, places[rank()])
-                        zero.opt.zero_grad(set_to_none)
-                    losses.append(zero.backward(step, FUSIBLE))
-                    zero.finish()
-                if differing(expected, [*losses, *zero.params]):
-                    failures.append(f"{places}, set_to_none={set_to_none}, {already} before")
-    return failures
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
+@on_ranks(2)
 def test_after_a_failure_anywhere_and_zero_grad_training_goes_on_with_the_right_numbers(
     overlap: bool,
 ) -> None:
-    assert run_ranks(_give_up, 2, overlap) == [[], []]
+    ddp = with_ddp(FUSIBLE.fresh(), SGD)
+    expected = [*train(ddp, FUSIBLE, range(3)), *ddp.params]
+    # Some passes were good before the one that fails.
+    for case in itertools.product(PLACES, (True, False), (0, 1)):
+        places, set_to_none, already = case
+        zero = with_zero(FUSIBLE.fresh(), SGD, overlap=overlap)
+        losses = []
+        for step in range(3):
+            if step == 1:
+                for _ in range(already):
+                    zero.backward(55, FUSIBLE)
+                _fail(zero, places[rank()])
+                zero.opt.zero_grad(set_to_none)
+            losses.append(zero.backward(step, FUSIBLE))
+            zero.finish()
+        assert_same(expected, [*losses, *zero.params], case)
 
 
-def _go_on_regardless(at: int) -> None:
+@pytest.mark.parametrize("at", [4, 1])
+@on_ranks(2, raises=RuntimeError, match=r"call zero_grad\(\)")
+def test_going_on_after_a_failed_backward_without_zero_grad_raises(at: int) -> None:
     zero = with_zero(FUSIBLE.fresh(), SGD)
     _fail(zero, at)
     zero.module.zero_grad()
     zero.backward(0, FUSIBLE)
 
 
-@pytest.mark.parametrize("at", [4, 1])
-def test_going_on_after_a_failed_backward_without_zero_grad_raises(at: int) -> None:
-    raises_on_every_rank(_go_on_regardless, 2, RuntimeError, at, match=r"call zero_grad\(\)")
-
-
-def _held_back_failure() -> list[int]:
+@on_ranks(2)
+def test_failures_under_no_sync_concern_one_rank_alone() -> list[int]:
     """Under no_sync nobody waits for anybody, so ranks may fail apart."""
     ddp, zero = (make(FUSIBLE.fresh(), SGD) for make in (with_ddp, with_zero))
     expected = [*train(ddp, FUSIBLE, range(2)), *ddp.params]
@@ -325,68 +287,50 @@ def _held_back_failure() -> list[int]:
     return differing(expected, [*losses, *zero.params])
 
 
-def test_failures_under_no_sync_concern_one_rank_alone() -> None:
-    assert run_ranks(_held_back_failure, 2) == [[], []]
-
-
-def _nothing_here() -> list[str]:
-    """A rank whose loss has nothing to do with the model counts with zeros."""
-    failures = []
-    for absent in (0, 1):
-        for kind in (SGD, ADAMW):
-            zero = with_zero(MLP_PROBLEM.fresh(), kind)
-            oracle = MLP()
-            oracle.load_state_dict(zero.module.state_dict())
-            opt = kind[0](oracle.parameters(), **kind[1])
-            for step in range(3):
-                if rank() == absent:
-                    torch.ones(2, requires_grad=True).sum().backward()
-                else:
-                    zero.backward(step)
-                (oracle(noise(step, 6, 16, of=1 - absent)).square().mean() / 2).backward()
-                # It does not know whether others have gradients, and waits with this as they do.
-                next(zero.module.parameters()).requires_grad_(step != 1)
-                zero.clip(1e9)
-                next(zero.module.parameters()).requires_grad_(True)
-                zero.finish()
-                opt.step()
-                opt.zero_grad()
-            if furthest(list(oracle.parameters()), zero.params) > 1e-5:
-                failures.append(f"rank {absent} without gradients, {kind[0].__name__}")
-    return failures
-
-
+@on_ranks(2)
 def test_a_rank_without_any_gradient_takes_part_with_zeros() -> None:
-    assert run_ranks(_nothing_here, 2) == [[], []]
+    """A rank whose loss has nothing to do with the model counts with zeros."""
+    for absent, kind in itertools.product((0, 1), (SGD, ADAMW)):
+        zero = with_zero(MLP_PROBLEM.fresh(), kind)
+        oracle = with_plain(copy.deepcopy(zero.module), kind)
+        for step in range(3):
+            if rank() == absent:
+                torch.ones(2, requires_grad=True).sum().backward()
+            else:
+                zero.backward(step)
+            (oracle.model(noise(step, 6, 16, of=1 - absent)).square().mean() / 2).backward()
+            # It does not know whether others have gradients, and waits with this as they do.
+            next(zero.module.parameters()).requires_grad_(step != 1)
+            zero.clip(1e9)
+            next(zero.module.parameters()).requires_grad_(True)
+            zero.finish()
+            oracle.finish()
+        assert furthest(oracle.params, zero.params) <= 1e-5
 
 
-def _freeze(module: nn.Module) -> None:
-    module.get_submodule("one").requires_grad_(False)
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "freeze": lambda module: module.one.requires_grad_(False),
+    "turn": lambda module: module.to(memory_format=torch.channels_last),
+    "cast": lambda module: module.double(),
+}
+ACTS: dict[str, Callable[[Setup], object]] = {
+    "step": lambda setup: setup.opt.step(),
+    "clip": lambda setup: setup.clip(1.0),
+    "look": lambda setup: setup.opt.full_grad("head.weight"),
+}
 
 
-def _turn(module: nn.Module) -> None:
-    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+@on_ranks(2)
+def test_what_changes_while_there_are_no_gradients_is_followed_by_whatever_comes_next() -> None:
+    """No rank had a gradient, and no stand-in for one is left that somebody takes for one."""
 
-
-def _cast(module: nn.Module) -> None:
-    module.double()
-
-
-def _changed_while_there_are_no_gradients() -> list[str]:
     def go_on(setup: Setup) -> None:
         dtype = next(setup.module.parameters()).dtype
         setup.model(noise(1, 4, 3, 6, 6).to(dtype)).square().mean().backward()
         setup.opt.step()
 
-    acts: dict[str, Callable[[Setup], object]] = {
-        "step": lambda setup: setup.opt.step(),
-        "clip": lambda setup: setup.clip(1.0),
-        "look": lambda setup: setup.opt.full_grad("head.weight"),
-    }
-    failures = []
-    for change, (name, act), first in itertools.product(
-        (_freeze, _turn, _cast), acts.items(), (True, False)
-    ):
+    for case in itertools.product(CHANGES, ACTS, (True, False)):
+        change, act, first = CHANGES[case[0]], ACTS[case[1]], case[2]
         setup = with_zero(ConvNet(), SGD, broadcast_buffers=False)
         go_on(setup)
         setup.opt.zero_grad()
@@ -397,14 +341,7 @@ def _changed_while_there_are_no_gradients() -> list[str]:
         else:
             act(setup)
             change(setup.module)
-        found = [param.grad is not None for param in setup.module.parameters()]
-        if any(found) or any((a != b).any() for a, b in zip(before, setup.params, strict=True)):
-            failures.append(f"{change.__name__}, {name}, {first}")
+        assert all(param.grad is None for param in setup.module.parameters()), case
+        assert all((a == b).all() for a, b in zip(before, setup.params, strict=True)), case
         go_on(setup)
         setup.opt.detach()
-    return failures
-
-
-def test_what_changes_while_there_are_no_gradients_is_followed_by_whatever_comes_next() -> None:
-    """No rank had a gradient, and no stand-in for one is left that somebody takes for one."""
-    assert run_ranks(_changed_while_there_are_no_gradients, 2) == [[], []]

@@ -22,8 +22,9 @@ from models import (
     with_ddp,
     with_zero,
 )
+from on_ranks import on_ranks
 from problems import copies, differing, same_bits
-from ranks import raises_on_every_rank, run_ranks
+from ranks import run_ranks
 from torch import Tensor, nn, optim
 from torch.amp import GradScaler
 from traffic import counted
@@ -90,22 +91,15 @@ def test_norms_and_clipped_steps_equal_those_under_ddp_and_are_the_same_on_all_r
         assert differing(outcomes[0][1], norms) == []
 
 
-def _counted_once() -> list[str]:
+@on_ranks(1, 2, 3)
+def test_every_element_counts_once() -> None:
     """A gradient of ones: the 1-norm is the number of elements."""
-    failures = []
     for layout in ("sliced", "whole"):
         zero = with_zero(MLP_PROBLEM.fresh(), SGD, layout=layout)
         sum(param.sum() for param in zero.module.parameters()).backward()
         norm = zero.clip(1e9, 1.0).item()
         count = sum(param.numel() for param in zero.module.parameters())
-        if norm != count:
-            failures.append(f"{layout}: {norm} for {count} elements")
-    return failures
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_element_counts_once(world_size: int) -> None:
-    assert run_ranks(_counted_once, world_size) == [[]] * world_size
+        assert norm == count, f"{layout}: {norm} for {count} elements"
 
 
 def _traffic() -> tuple[int, int]:
@@ -124,7 +118,8 @@ def test_clipping_costs_one_small_collective() -> None:
         assert nbytes <= 16
 
 
-def _nonfinite() -> list[str]:
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_raises_on_every_rank_if_asked_to() -> list[str]:
     """One rank has a NaN in its batch: all ranks raise, and nothing was scaled."""
     failures = []
     for layout in ("sliced", "whole"):
@@ -147,14 +142,11 @@ def _nonfinite() -> list[str]:
     return failures
 
 
-def test_a_norm_that_is_not_finite_raises_on_every_rank_if_asked_to() -> None:
-    assert run_ranks(_nonfinite, 2) == [[], []]
-
-
 # -------------------------------------------------------- what would clip a part, or nothing at all
 
 
-def _refused() -> list[str]:
+@on_ranks(2)
+def test_whatever_would_see_a_part_of_a_gradient_raises_and_names_what_to_call() -> list[str]:
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     params = list(zero.module.parameters())
     acts: dict[str, Callable[[], object]] = {
@@ -198,10 +190,6 @@ def _refused() -> list[str]:
     return failures + [f"harm {n}" for n in differing(reference.params, zero.params)]
 
 
-def test_whatever_would_see_a_part_of_a_gradient_raises_and_names_what_to_call() -> None:
-    assert run_ranks(_refused, 2) == [[], []]
-
-
 def _by_hand(setup: Any, params: list[Any]) -> Any:
     for param in params:
         param.grad.mul_(3).div_(2.0)
@@ -224,9 +212,10 @@ TORCH_CALLS: dict[str, Callable[[Any, list[Any]], Any]] = {
 }
 
 
-def _torch_s_calls(layout: str) -> list[str]:
+@pytest.mark.parametrize("layout", ["whole", "sliced"])
+@on_ranks(2)
+def test_torch_s_functions_clip_sharded_gradients_as_ddp_s(layout: str) -> None:
     """Equal to DDP's. Norms over the slices of a tensor are added in another order."""
-    failures = []
     for name, call in TORCH_CALLS.items():
         zero = with_zero(MLP_PROBLEM.fresh(), SGD, layout=layout)
         ddp = with_ddp(MLP_PROBLEM.fresh(), SGD)
@@ -242,20 +231,13 @@ def _torch_s_calls(layout: str) -> list[str]:
             pairs += zip(ours, theirs, strict=True)
         exact = layout == "whole" and name != "twice"
         for ours, theirs in pairs:
-            if not torch.allclose(
+            assert torch.allclose(
                 ours, theirs, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-8
-            ):
-                failures.append(f"{name}: {ours} is not {theirs}")
-    return failures
+            ), f"{name}: {ours} is not {theirs}"
 
 
-@pytest.mark.parametrize("layout", ["whole", "sliced"])
-def test_torch_s_functions_clip_sharded_gradients_as_ddp_s(layout: str) -> None:
-    assert run_ranks(_torch_s_calls, 2, layout) == [[], []]
-
-
-def _norms_by_name() -> list[str]:
-    failures = []
+@on_ranks(2)
+def test_norms_by_name_and_clipping_by_value() -> None:
     for make in (with_zero, with_ddp):
         setup = make(MLP_PROBLEM.fresh(), SGD)
         opt = setup.opt
@@ -264,23 +246,16 @@ def _norms_by_name() -> list[str]:
         setup.backward(0)
         norms = opt.grad_norms()
         named = dict(setup.module.named_parameters())
-        if list(norms) != list(named):
-            failures.append(f"{make.__name__}: {list(norms)}")
+        assert list(norms) == list(named), f"{make.__name__}: {list(norms)}"
         for name, param in named.items():
             full = opt.full_grad(param)
-            if not torch.allclose(norms[name], full.norm(), rtol=1e-5):
-                failures.append(f"{make.__name__}: {name}")
+            assert torch.allclose(norms[name], full.norm(), rtol=1e-5), f"{make.__name__}: {name}"
         opt.clip_grad_value_(0.001)
-        if any(opt.full_grad(param).abs().max() > 0.001 for param in named.values()):
-            failures.append(f"{make.__name__}: not clipped")
-    return failures
+        assert all(opt.full_grad(param).abs().max() <= 0.001 for param in named.values())
 
 
-def test_norms_by_name_and_clipping_by_value() -> None:
-    assert run_ranks(_norms_by_name, 2) == [[], []]
-
-
-def _handed_on() -> list[str]:
+@on_ranks(2)
+def test_a_stand_in_is_not_taken_for_the_gradient_of_another_parameter() -> list[str]:
     """One parameter is given what stands in another one's `grad`; its numbers are not in it."""
     zero, other = (with_zero(MLP_PROBLEM.fresh(), SGD) for _ in range(2))
     target = zero.module.get_parameter("layers.1.weight")
@@ -311,10 +286,6 @@ def _handed_on() -> list[str]:
     for setup in (zero, reference):
         train(setup, MLP_PROBLEM, range(2))
     return failures + [f"harm {n}" for n in differing(reference.params, zero.params)]
-
-
-def test_a_stand_in_is_not_taken_for_the_gradient_of_another_parameter() -> None:
-    assert run_ranks(_handed_on, 2) == [[], []]
 
 
 # ----------------------------------------------------------------------------------- GradScaler
@@ -409,16 +380,13 @@ def test_without_gradients_the_norm_is_zero() -> None:
         assert same_bits(norm, torch.tensor(0.0))
 
 
-def _unscale_twice() -> None:
+@on_ranks(2, raises=RuntimeError, match="already been called")
+def test_unscaling_twice_raises_on_every_rank() -> None:
     zero = with_zero(MLP(), SGD)
     scaler = GradScaler("cpu")
     scaler.scale(zero.model(noise(0, 6, 16)).sum()).backward()
     scaler.unscale_(zero.opt)
     scaler.unscale_(zero.opt)
-
-
-def test_unscaling_twice_raises_on_every_rank() -> None:
-    raises_on_every_rank(_unscale_twice, 2, RuntimeError, match="already been called")
 
 
 def _held_back() -> tuple[list[float], list[Tensor]]:

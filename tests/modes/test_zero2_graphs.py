@@ -22,6 +22,7 @@ from models import (
     with_ddp,
     with_zero,
 )
+from on_ranks import on_ranks
 from problems import copies, differing
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ from torch import Tensor, nn
 from shardstep.comm import Work
 
 
-def _untouched() -> list[str]:
+@on_ranks(2)
+def test_a_parameter_that_nobody_uses_is_not_touched() -> list[str]:
     """Neither weight decay nor momentum, nor a state, for what nobody has used."""
     problem = branching(BRANCHES["others on each rank"])
     zero = with_zero(problem.fresh(), ADAMW)
@@ -41,17 +43,21 @@ def _untouched() -> list[str]:
     return failing([("changed", differing(before, after)), ("state", any(states) or not used)])
 
 
-def test_a_parameter_that_nobody_uses_is_not_touched() -> None:
-    assert run_ranks(_untouched, 2) == [[], []]
-
-
 def _square_of(layers: nn.ModuleList, x: Tensor) -> Tensor:
     for layer in layers:
         x = layer(x)
     return x.square().mean()
 
 
-def _unseen_outputs() -> list[str]:
+def _through(model: Any, step: int) -> Tensor:
+    """The same without activations, by calling the root."""
+    model.forward = lambda x: _square_of(model.layers, x)
+    loss: Tensor = model(noise(step, 6, 16))
+    return loss
+
+
+@on_ranks(2)
+def test_a_loss_around_the_roots_forward_or_an_output_of_any_class_trains_alike() -> list[str]:
     """Rounds begin and end without the hooks at the root."""
     checks = []
     for overlap in (True, False):
@@ -70,21 +76,23 @@ def _unseen_outputs() -> list[str]:
     return failing(checks)
 
 
-def _through(model: Any, step: int) -> Tensor:
-    """The same without activations, by calling the root."""
-    model.forward = lambda x: _square_of(model.layers, x)
-    loss: Tensor = model(noise(step, 6, 16))
-    return loss
-
-
-def test_a_loss_around_the_roots_forward_or_an_output_of_any_class_trains_alike() -> None:
-    assert run_ranks(_unseen_outputs, 2) == [[], []]
-
-
 # ------------------------------------------------------------------------------------- compilation
 
 
-def _compiled(backend: str) -> list[str]:
+class _Plainer(Reaching):
+    """Without what the compiler breaks the graph at or computes differently."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.simple(x)
+        return h[:, :32] @ self.aside[1].t() + 0 * self.loose[2].sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@on_ranks(2, timeout=110)
+def test_compiled_before_after_or_in_place_equals_not_compiled_to_the_bit(
+    backend: str,
+) -> list[str]:
     checks = []
     steps = 6
 
@@ -114,20 +122,6 @@ def _compiled(backend: str) -> list[str]:
             for when in ("before construction", "after two steps", "in place")
         ]
     return failing(checks)
-
-
-class _Plainer(Reaching):
-    """Without what the compiler breaks the graph at or computes differently."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.simple(x)
-        return h[:, :32] @ self.aside[1].t() + 0 * self.loose[2].sum()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_before_after_or_in_place_equals_not_compiled_to_the_bit(backend: str) -> None:
-    assert run_ranks(_compiled, 2, backend, timeout=110) == [[], []]
 
 
 class _Shortened(MLP):
@@ -180,7 +174,8 @@ def test_two_models_in_one_backward_pass_send_in_one_order_on_every_rank() -> No
     assert other == (differ, calls)
 
 
-def _losing_gradients() -> None:
+@on_ranks(2)
+def test_changing_what_trains_over_accumulated_gradients_is_refused() -> None:
     """What cannot be done without losing gradients is refused, on every rank."""
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     zero.module.get_submodule("layers.1").requires_grad_(False)
@@ -195,7 +190,3 @@ def _losing_gradients() -> None:
         zero.opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     zero.finish()
     train(zero, MLP_PROBLEM, range(2))
-
-
-def test_changing_what_trains_over_accumulated_gradients_is_refused() -> None:
-    assert run_ranks(_losing_gradients, 2) == [None, None]

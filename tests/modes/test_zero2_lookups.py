@@ -23,6 +23,7 @@ from models import (
     with_plain,
     with_zero,
 )
+from on_ranks import on_ranks
 from problems import OneByOne, copies, difference, differing, same_bits
 from ranks import each_raises_on_every_rank, run_ranks
 from surroundings import consolidated
@@ -49,7 +50,8 @@ def _pass(setup: Setup, problem: Problem, way: str) -> None:
         setup.opt.zero_grad(set_to_none=way != "cleared in place")
 
 
-def _gradients() -> list[str]:
+@on_ranks(2)
+def test_a_whole_gradient_is_ddps_to_the_bit_or_none_where_that_is() -> list[str]:
     """Each problem begins with another way."""
     failures = []
     for start, name in enumerate(("mlp", "branching", "conv", "mixed dtypes")):
@@ -69,11 +71,8 @@ def _gradients() -> list[str]:
     return failures
 
 
-def test_a_whole_gradient_is_ddps_to_the_bit_or_none_where_that_is() -> None:
-    assert run_ranks(_gradients, 2) == [[], []]
-
-
-def _several_rounds() -> list[str]:
+@on_ranks(2)
+def test_a_whole_gradient_after_several_passes_and_looks() -> list[str]:
     """Added up over passes that were all sent; within rounding, since DDP adds before its mean."""
     ddp, zero = (make(MLP_PROBLEM.fresh(), SGD) for make in (with_ddp, with_zero))
     for step in range(3):
@@ -93,15 +92,11 @@ def _several_rounds() -> list[str]:
     return failures + failing([("looked", differing(before, again) + differing(before, third))])
 
 
-def test_a_whole_gradient_after_several_passes_and_looks() -> None:
-    assert run_ranks(_several_rounds, 2) == [[], []]
-
-
 # ---------------------------------------------------------------------------------------- states
 
 
-def _states() -> list[str]:
-    failures = []
+@on_ranks(2)
+def test_a_whole_state_is_the_unsharded_one_to_the_bit() -> None:
     for name in ("mlp", "branching", "mixed dtypes"):
         problem = PROBLEMS[name]
         for kind in (SGD, ADAMW):
@@ -116,13 +111,7 @@ def _states() -> list[str]:
                     expected = dict(ddp.opt.state.get(theirs, {}))
                     for asked in (n, ours):
                         found = difference(expected, zero.opt.full_state(asked))
-                        if found:
-                            failures.append(f"{name}, {kind[0].__name__}, {layout}, {n}: {found}")
-    return failures
-
-
-def test_a_whole_state_is_the_unsharded_one_to_the_bit() -> None:
-    assert run_ranks(_states, 2) == [[], []]
+                        assert not found, f"{name}, {kind[0].__name__}, {layout}, {n}: {found}"
 
 
 def _unknown(asked: str) -> None:
@@ -148,7 +137,8 @@ def test_an_unknown_parameter_raises_on_every_rank() -> None:
 # ----------------------------------------------------------------------------------------- undoing
 
 
-def _undo() -> list[str]:
+@on_ranks(2)
+def test_detaching_leaves_a_plain_model_that_trains_on() -> list[str]:
     """Afterwards the model is as it was before it met the optimizer, but trained."""
     failures = []
     for overlap in (True, False):
@@ -186,10 +176,6 @@ def _undo() -> list[str]:
     return failures
 
 
-def test_detaching_leaves_a_plain_model_that_trains_on() -> None:
-    assert run_ranks(_undo, 2) == [[], []]
-
-
 def _hooks_on_an_output() -> list[int]:
     zero = with_zero(PROMPT.fresh(), SGD)
     train(zero, PROMPT, range(4))
@@ -200,7 +186,8 @@ def test_a_parameter_that_is_the_output_collects_no_hooks() -> None:
     assert run_ranks(_hooks_on_an_output, 2) == [[0]] * 2
 
 
-def _successor() -> list[str]:
+@on_ranks(2)
+def test_an_optimizer_can_take_over_from_one_that_was_detached() -> list[str]:
     """A second optimizer takes over where the first was detached, and takes its state along."""
     ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
     expected = [*train(ddp, MLP_PROBLEM, range(6)), *ddp.params]
@@ -212,10 +199,6 @@ def _successor() -> list[str]:
     heir.opt.load_state_dict(state)
     losses += train(heir, MLP_PROBLEM, range(3, 6))
     return failing([("successor", differing(expected, [*losses, *heir.params]))])
-
-
-def test_an_optimizer_can_take_over_from_one_that_was_detached() -> None:
-    assert run_ranks(_successor, 2) == [[], []]
 
 
 def _second_optimizer() -> None:

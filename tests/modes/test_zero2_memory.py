@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from memory import held_memory
 from models import ADAMW, MLP, MLP_PROBLEM, Problem, noise, with_zero
+from on_ranks import on_ranks
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -123,7 +124,8 @@ def test_whole_gradients_are_never_alive_all_at_once() -> None:
         assert found["peak"] < found["psi"] / 4
 
 
-def _freed() -> list[str]:
+@on_ranks(2)
+def test_gradients_module_and_optimizer_are_freed_when_nobody_has_them() -> list[str]:
     """What autograd has made is gone after backward, and the model's memory after the model."""
     zero = with_zero(BIG.fresh(), ADAMW)
     made: list[weakref.ref[Tensor]] = []
@@ -142,14 +144,10 @@ def _freed() -> list[str]:
     return failures + [name for name, ref in (("module", module), ("optimizer", opt)) if ref()]
 
 
-def test_gradients_module_and_optimizer_are_freed_when_nobody_has_them() -> None:
-    assert run_ranks(_freed, 2) == [[], []]
-
-
-def _growth() -> list[str]:
+@on_ranks(2, fresh=True)
+def test_memory_does_not_grow_with_the_number_of_steps() -> None:
     """Tensors that stay behind when gradients are set to zero, or never cleared."""
     gc.freeze()
-    failures = []
     for way in ("in place", "through the module", "never"):
         zero = with_zero(MLP_PROBLEM.fresh(), ADAMW)
         counts = []
@@ -161,11 +159,5 @@ def _growth() -> list[str]:
             elif way == "through the module":
                 zero.module.zero_grad(set_to_none=False)
             counts.append(len(held_memory()))
-        if counts[-1] > counts[2]:
-            failures.append(f"{way}: {counts}")
+        assert counts[-1] <= counts[2], f"{way}: {counts}"
         zero.opt.detach()
-    return failures
-
-
-def test_memory_does_not_grow_with_the_number_of_steps() -> None:
-    assert run_ranks(_growth, 2, fresh=True) == [[], []]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from on_ranks import on_ranks
 from ranks import raises_on_every_rank, run_ranks
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join
@@ -180,7 +181,21 @@ def halve(local: optim.Optimizer) -> None:
                 param.mul_(0.5)
 
 
-def apply_anything() -> None:
+def versions_after_apply() -> list[bool]:
+    """At two ranks, each of which owns some of the parameters and is sent the others."""
+    net = Net()
+    opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, layout="whole", lr=0.1)
+    before = [param._version for param in net.parameters()]
+    opt.apply(halve)
+    return [p._version > old for p, old in zip(net.parameters(), before, strict=True)]
+
+
+def test_autograd_sees_that_parameters_were_written_to_on_every_rank() -> None:
+    assert run_ranks(versions_after_apply, 2) == [[True] * 6] * 2
+
+
+@on_ranks(2)
+def test_anything_may_be_applied_in_between() -> None:
     torch.manual_seed(0)
     net = Net()
     before = [param.detach().clone() for param in net.parameters()]
@@ -199,23 +214,6 @@ def apply_anything() -> None:
     assert grad is not None
     assert torch.equal(opt.full_grad(net.c.weight), grad)  # type: ignore[arg-type]
     opt.step()
-
-
-def versions_after_apply() -> list[bool]:
-    """At two ranks, each of which owns some of the parameters and is sent the others."""
-    net = Net()
-    opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, layout="whole", lr=0.1)
-    before = [param._version for param in net.parameters()]
-    opt.apply(halve)
-    return [p._version > old for p, old in zip(net.parameters(), before, strict=True)]
-
-
-def test_autograd_sees_that_parameters_were_written_to_on_every_rank() -> None:
-    assert run_ranks(versions_after_apply, 2) == [[True] * 6] * 2
-
-
-def test_anything_may_be_applied_in_between() -> None:
-    run_ranks(apply_anything, 2)
 
 
 def descend(local: optim.Optimizer) -> None:
@@ -264,7 +262,8 @@ def test_what_does_not_train_is_changed_everywhere_too(way: str) -> None:
         assert equal([seen], [expected])
 
 
-def fail_on_one_rank() -> None:
+@on_ranks(2, raises=(ValueError, RuntimeError), match="no more")
+def test_what_fails_on_one_rank_fails_on_all_and_leaves_equal_parameters() -> None:
     torch.manual_seed(0)
     net = Net()
     opt = ZeroRedundancyOptimizer(net.parameters(), optim.SGD, lr=0.1)
@@ -280,10 +279,6 @@ def fail_on_one_rank() -> None:
         flat = torch.cat([param.detach().flatten() for param in net.parameters()])
         dist.all_gather(both := [torch.empty_like(flat) for _ in range(2)], flat)
         assert torch.equal(*both)
-
-
-def test_what_fails_on_one_rank_fails_on_all_and_leaves_equal_parameters() -> None:
-    raises_on_every_rank(fail_on_one_rank, 2, (ValueError, RuntimeError), match="no more")
 
 
 def test_only_what_the_class_has_is_there() -> None:
@@ -387,14 +382,11 @@ def test_it_may_be_saved_while_it_is_judged(tmp_path: Path, way: str) -> None:
         assert equal([before], [after])
 
 
-def judge_within_join() -> None:
+@on_ranks(2, raises=RuntimeError, match="cannot be called within Join")
+def test_not_within_join() -> None:
     opt: Any = ZeroRedundancyOptimizer(Net().parameters(), Averaged)
     with Join([opt]):
         opt.eval()
-
-
-def test_not_within_join() -> None:
-    raises_on_every_rank(judge_within_join, 2, RuntimeError, match="cannot be called within Join")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bad import SECONDS, SGD, Adam, build, p, sparse
+from on_ranks import on_ranks
 from ranks import each_raises_on_every_rank, raises_on_every_rank, run_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -264,7 +265,8 @@ def step_of_two_classes() -> list[float]:
     return torch.cat([param.detach().flatten() for param in params]).unique().tolist()
 
 
-def wrap_in_ddp_afterwards() -> None:
+@on_ranks(2, raises=RuntimeError, match="with module=, do not wrap")
+def test_ddp_around_a_module_of_an_optimizer_is_refused_and_named() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = build(module.parameters(), module=module)
     wrapped = DDP(module)
@@ -272,10 +274,6 @@ def wrap_in_ddp_afterwards() -> None:
         wrapped(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_ddp_around_a_module_of_an_optimizer_is_refused_and_named() -> None:
-    raises_on_every_rank(wrap_in_ddp_afterwards, 2, RuntimeError, match="with module=, do not wrap")
 
 
 def test_a_rank_of_torchrun_s_without_a_process_group_is_told_to_make_one(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from ranks import raises_on_every_rank, run_ranks
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
@@ -64,7 +65,8 @@ def test_a_parameter_that_was_replaced_is_noticed(mode: str) -> None:
         raises_on_every_rank(_replace, 2, ValueError, mode, how, match=match)
 
 
-def _change_what_does_not_train() -> None:
+@on_ranks(2)
+def test_a_module_may_change_where_nothing_is_forgotten() -> None:
     model, call, opt = _make("module")
     _train(call, opt)
     model[1] = nn.GELU()
@@ -77,10 +79,6 @@ def _change_what_does_not_train() -> None:
     torch.func.functional_call(
         model, {"0.weight": torch.ones(8, 8, requires_grad=True)}, torch.ones(2, 8)
     )
-
-
-def test_a_module_may_change_where_nothing_is_forgotten() -> None:
-    run_ranks(_change_what_does_not_train, 2)
 
 
 def _forget_ddp(synchronise: bool) -> None:

@@ -9,8 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from problems import LAYOUTS, copies, difference, differing, make_params, set_gradients, train
-from ranks import raises_on_every_rank, run_ranks
+from on_ranks import on_ranks
+from problems import (
+    LAYOUTS,
+    assert_alike,
+    assert_same,
+    copies,
+    difference,
+    differing,
+    make_params,
+    set_gradients,
+    train,
+)
+from ranks import run_ranks
 from torch import optim
 from traffic import counted
 
@@ -23,9 +34,9 @@ from shardstep.plan import share
 # -------------------------------------------------------------------------------- subgroups
 
 
-def _two_subgroups() -> list[str]:
+@on_ranks(4)
+def test_two_subgroups_train_two_models_at_once() -> None:
     """Ranks 0 and 2 train one model, ranks 1 and 3 another, at the same time."""
-    failures = []
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     global_rank = dist.get_rank()
     mine = global_rank % 2
@@ -40,28 +51,17 @@ def _two_subgroups() -> list[str]:
             opt = ZeroRedundancyOptimizer(
                 params, optim.Adam, groups[mine], view, layout=layout, lr=0.01 * (1 + mine)
             )
-            name = f"layout {layout}, view {view}"
-            if (opt.rank, opt.global_rank, opt.world_size) != (global_rank // 2, global_rank, 2):
-                failures.append(f"{name}: rank {opt.rank} of {opt.world_size}")
-            if opt.process_group is not groups[mine]:
-                failures.append(f"{name}: another process group")
+            assert (opt.rank, opt.global_rank, opt.world_size) == (global_rank // 2, global_rank, 2)
+            assert opt.process_group is groups[mine]
             # The two groups do not take the same number of steps, either.
-            if wrong := differing(expected, train(opt, params, range(5 + mine))):
-                failures.append(f"{name}: parameters {wrong}")
+            assert_same(expected, train(opt, params, range(5 + mine)), (layout, view))
             opt.consolidate_state_dict(to=1)  # which is global rank 2 or 3
             try:
-                if found := difference(state_dict, opt.state_dict()):
-                    failures.append(f"{name}: {found}")
-                if opt.rank != 1:
-                    failures.append(f"{name}: group rank {opt.rank} has the state")
+                assert_alike(state_dict, opt.state_dict(), (layout, view))
+                assert opt.rank == 1
             except RuntimeError:
                 if opt.rank == 1:
                     raise
-    return failures
-
-
-def test_two_subgroups_train_two_models_at_once() -> None:
-    assert run_ranks(_two_subgroups, 4) == [[]] * 4
 
 
 def _outside() -> str:
@@ -87,7 +87,8 @@ def test_a_rank_outside_of_the_group_is_told_so() -> None:
 # -------------------------------------------------------------------- several at a time
 
 
-def _several_optimizers_over_one_model() -> list[str]:
+@on_ranks(2)
+def test_several_optimizers_over_one_model() -> list[str]:
     """Two of ours with different classes, layouts and views, and a plain one, over one model."""
 
     def run(sharded: bool) -> list[torch.Tensor]:
@@ -112,13 +113,9 @@ def _several_optimizers_over_one_model() -> list[str]:
     return [str(wrong)] if (wrong := differing(run(False), run(True))) else []
 
 
-def test_several_optimizers_over_one_model() -> None:
-    assert run_ranks(_several_optimizers_over_one_model, 2) == [[], []]
-
-
-def _two_models() -> list[str]:
+@on_ranks(3)
+def test_two_models_in_one_process() -> None:
     """Two models in one process, stepped in turn, on the same group."""
-    failures = []
     expected = []
     for seed in (0, 1):
         params = make_params(seed=seed)
@@ -130,13 +127,7 @@ def _two_models() -> list[str]:
             set_gradients(params, step)
             opt.step()
     for seed, params in enumerate(both):
-        if wrong := differing(expected[seed], params):
-            failures.append(f"model {seed}: {wrong}")
-    return failures
-
-
-def test_two_models_in_one_process() -> None:
-    assert run_ranks(_two_models, 3) == [[], [], []]
+        assert_same(expected[seed], params, f"model {seed}")
 
 
 # ------------------------------------------------------------------------- few and many
@@ -167,7 +158,8 @@ def test_more_ranks_than_parameters(shapes: list[tuple[int, ...]]) -> None:
     assert run_ranks(_few_parameters, 4, shapes) == [[]] * 4
 
 
-def _one_rank() -> list[str]:
+@on_ranks(1)
+def test_a_group_of_one() -> list[str]:
     failures = _few_parameters([(53, 17), (7,)])
     params = make_params()
     with counted() as traffic:
@@ -176,10 +168,6 @@ def _one_rank() -> list[str]:
     if traffic.nbytes.total():
         failures.append("a single rank sends bytes")
     return failures
-
-
-def test_a_group_of_one() -> None:
-    assert run_ranks(_one_rank, 1) == [[]]
 
 
 def test_no_process_group_at_all() -> None:
@@ -294,19 +282,14 @@ def test_groups_that_only_some_ranks_are_in_do_not_hold_up_construction() -> Non
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def _uneven_subgroup() -> None:
+@on_ranks(3, raises=RuntimeError, match="different numbers of process groups")
+def test_a_subgroup_of_ranks_in_different_numbers_of_groups_is_refused_on_every_rank() -> None:
     dist.new_group([0, 2])
     group = dist.new_group([0, 1])
     if dist.get_rank() < 2:
         _train_linear(group)
     else:
         raise RuntimeError("belong to different numbers of process groups: not asked")
-
-
-def test_a_subgroup_of_ranks_in_different_numbers_of_groups_is_refused_on_every_rank() -> None:
-    raises_on_every_rank(
-        _uneven_subgroup, 3, RuntimeError, match="different numbers of process groups"
-    )
 
 
 def _reversed() -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from problems import LAYOUTS, SHAPES, OneByOne, copies, differing, make_params, set_gradients, train
+from on_ranks import on_ranks
+from problems import (
+    LAYOUTS,
+    SHAPES,
+    OneByOne,
+    assert_same,
+    copies,
+    differing,
+    make_params,
+    set_gradients,
+    train,
+)
 from ranks import raises_on_every_rank, run_ranks
 from reference.naive_masters import NaiveMasters
 from torch import nn, optim
@@ -68,7 +79,8 @@ FORMS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 }
 
 
-def _forms() -> list[str]:
+@on_ranks(2)
+def test_parameters_may_be_given_in_every_form() -> list[str]:
     failures = []
     for name, form in FORMS.items():
 
@@ -79,10 +91,6 @@ def _forms() -> list[str]:
 
         failures += [f"{name}: {failure}" for failure in both(run, optim.SGD)]
     return failures
-
-
-def test_parameters_may_be_given_in_every_form() -> None:
-    assert run_ranks(_forms, 2) == [[], []]
 
 
 class Counting(Optimizer):
@@ -101,7 +109,8 @@ class Counting(Optimizer):
                     p.sub_(p.grad, alpha=group["lr"] / group["k"])
 
 
-def _keys_come_back() -> list[str]:
+@on_ranks(2)
+def test_what_the_local_optimizer_keeps_in_its_groups_is_seen() -> list[str]:
     def run(make: Any) -> list[torch.Tensor]:
         params = make_params()
         opt = make([{"params": params[:5]}, {"params": params[5:]}])
@@ -115,10 +124,6 @@ def _keys_come_back() -> list[str]:
         return copies(params)
 
     return both(run, Counting)
-
-
-def test_what_the_local_optimizer_keeps_in_its_groups_is_seen() -> None:
-    assert run_ranks(_keys_come_back, 2) == [[], []]
 
 
 # --------------------------------------------------------------------- hooks and closures
@@ -187,7 +192,8 @@ class Keyworded(Optimizer):
         return f"scaled by {scale}"
 
 
-def _signatures() -> list[str]:
+@on_ranks(2)
+def test_a_step_of_any_signature_can_be_called() -> list[str]:
     def plainest(make: Any) -> list[torch.Tensor]:
         params = make_params()
         return train(make(params), params, range(3))
@@ -203,10 +209,6 @@ def _signatures() -> list[str]:
     return both(plainest, Plainest) + both(keyworded, Keyworded)
 
 
-def test_a_step_of_any_signature_can_be_called() -> None:
-    assert run_ranks(_signatures, 2) == [[], []]
-
-
 # ------------------------------------------------------------------ parameters that move
 
 
@@ -218,7 +220,8 @@ class Assigning(OneByOne):
         p.data = p.data - lr * state["sum"]
 
 
-def _assigning() -> list[str]:
+@on_ranks(1, 2, 3)
+def test_an_optimizer_may_assign_data_instead_of_writing_to_it() -> list[str]:
     def run(make: Any) -> list[torch.Tensor]:
         params = make_params()
         return train(make(params), params, range(8))
@@ -226,12 +229,9 @@ def _assigning() -> list[str]:
     return both(run, Assigning)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_an_optimizer_may_assign_data_instead_of_writing_to_it(world_size: int) -> None:
-    assert run_ranks(_assigning, world_size) == [[]] * world_size
-
-
-def _another_memory_format(with_masters: bool) -> list[str]:
+@pytest.mark.parametrize("with_masters", [False, True])
+@on_ranks(1, 2, 3)
+def test_a_model_may_change_its_memory_format_between_steps(with_masters: bool) -> None:
     """To and fro: elements are numbered as they lie in memory, and so is what is kept of them."""
     dtype = torch.bfloat16 if with_masters else torch.float32
 
@@ -259,20 +259,9 @@ def _another_memory_format(with_masters: bool) -> list[str]:
         return ZeroRedundancyOptimizer(params, optim.Adam, precision=policy, **options)
 
     expected = run(unsharded)
-    failures = []
     for layout, view in COMBINATIONS:
         got = run(partial(sharded, layout=layout, parameters_as_bucket_view=view))
-        if wrong := differing(expected, got):
-            failures.append(f"layout {layout}, view {view}: {wrong}")
-    return failures
-
-
-@pytest.mark.parametrize("with_masters", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_model_may_change_its_memory_format_between_steps(
-    world_size: int, with_masters: bool
-) -> None:
-    assert run_ranks(_another_memory_format, world_size, with_masters) == [[]] * world_size
+        assert_same(expected, got, f"layout {layout}, view {view}")
 
 
 def _stale_graphs(with_all_gradients: bool) -> list[str]:
@@ -349,7 +338,8 @@ def test_a_closure_that_is_evaluated_twice_is_refused_on_every_rank() -> None:
     raises_on_every_rank(_evaluates_twice, 2, RuntimeError, _TwiceUnnoticed, match="more than once")
 
 
-def _look_at_state() -> list[str]:
+@on_ranks(2)
+def test_the_state_of_a_rank_is_seen_under_the_users_parameters() -> list[str]:
     failures = []
     params = make_params(frozen=())
     opt = ZeroRedundancyOptimizer(params, optim.Adam, layout="whole", lr=0.1)
@@ -376,7 +366,3 @@ def _look_at_state() -> list[str]:
     if len(opt.state) or len(opt.optim.state):
         failures.append("state was not cleared")
     return failures
-
-
-def test_the_state_of_a_rank_is_seen_under_the_users_parameters() -> None:
-    assert run_ranks(_look_at_state, 2) == [[], []]

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from problems import (
     ELEMENT_WISE,
     LAYOUTS,
     Case,
+    assert_same,
     copies,
     differing,
     make_groups,
@@ -23,7 +25,6 @@ from problems import (
     set_gradients,
     train,
 )
-from ranks import run_ranks
 from reference.naive_zero import NaiveZero, SlicedZero
 from torch import nn, optim
 
@@ -48,15 +49,15 @@ def sharded(case: Case, params: list[nn.Parameter], **kwargs: Any) -> ZeroRedund
     )
 
 
-def _every_element_wise_class() -> list[str]:
+@pytest.mark.slow
+@on_ranks(1, 2, 3, 4)
+def test_every_element_wise_class_keeps_its_numbers() -> None:
     """Both layouts, one of them with bucket views; the next set of options has it the other way."""
-    failures = []
     for number, case in enumerate(ELEMENT_WISE):
         params = make_params()
         expected = train(unsharded(case, params), params, STEPS, missing=case.missing)
         untouched = make_params()
-        if len(differing(untouched, expected)) < 6:
-            failures.append(f"{case}: the unsharded optimizer hardly changed anything")
+        assert len(differing(untouched, expected)) >= 6, f"{case} hardly changed anything"
         for turn, layout in enumerate(LAYOUTS):
             view = (number + turn) % 2 == 0
             params = make_params()
@@ -66,19 +67,11 @@ def _every_element_wise_class() -> list[str]:
             except Exception as error:
                 error.add_note(f"in {case}, layout {layout}, view {view}")
                 raise
-            if wrong := differing(expected, got):
-                failures.append(f"{case}, layout {layout}, view {view}: parameters {wrong}")
-    return failures
+            assert_same(expected, got, f"{case}, layout {layout}, view {view}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_element_wise_class_keeps_its_numbers(world_size: int) -> None:
-    assert run_ranks(_every_element_wise_class, world_size) == [[]] * world_size
-
-
-def _mixed_dtypes() -> list[str]:
-    failures = []
+@on_ranks(2, 3)
+def test_parameters_of_several_dtypes_train_in_one_optimizer() -> None:
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
     shapes = [(131, 131), (53, 17), (1009,), (257,), (7,), (), (1,), (311,), (0,), (64, 65)]
     cases = [
@@ -97,14 +90,7 @@ def _mixed_dtypes() -> list[str]:
             view = (number + place) % 2 == 0
             params = make_params(shapes, frozen=(3,), dtypes=dtypes)
             opt = sharded(case, params, layout=layout, parameters_as_bucket_view=view)
-            if wrong := differing(expected, train(opt, params, STEPS)):
-                failures.append(f"{case}, layout {layout}, view {view}: parameters {wrong}")
-    return failures
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_parameters_of_several_dtypes_train_in_one_optimizer(world_size: int) -> None:
-    assert run_ranks(_mixed_dtypes, world_size) == [[]] * world_size
+            assert_same(expected, train(opt, params, STEPS), (case, layout, view))
 
 
 def _channels_last_params() -> list[nn.Parameter]:
@@ -115,8 +101,9 @@ def _channels_last_params() -> list[nn.Parameter]:
     return params
 
 
-def _channels_last() -> list[str]:
-    failures = []
+@pytest.mark.slow
+@on_ranks(2, 3)
+def test_channels_last_parameters_keep_numbers_and_format() -> None:
     cases = [
         Case(optim.SGD, {"momentum": 0.9}),
         Case(optim.AdamW, {"fused": True}),
@@ -128,20 +115,12 @@ def _channels_last() -> list[str]:
         params = _channels_last_params()
         strides = [param.stride() for param in params]
         opt = sharded(case, params, layout=layout, parameters_as_bucket_view=view)
-        if wrong := differing(expected, train(opt, params, STEPS)):
-            failures.append(f"{case}, layout {layout}, view {view}: parameters {wrong}")
-        if strides != [param.stride() for param in params]:
-            failures.append(f"{case}, layout {layout}, view {view}: the memory format changed")
-    return failures
+        assert_same(expected, train(opt, params, STEPS), (case, layout, view))
+        assert strides == [param.stride() for param in params], "the memory format changed"
 
 
-@pytest.mark.slow
-def test_channels_last_parameters_keep_numbers_and_format() -> None:
-    assert run_ranks(_channels_last, 2) == [[], []]
-    assert run_ranks(_channels_last, 3) == [[], [], []]
-
-
-def _gradients_in_another_memory_format() -> list[str]:
+@on_ranks(2)
+def test_a_gradient_may_lie_in_memory_otherwise_than_its_parameter() -> list[str]:
     """A contiguous gradient of a channels-last weight; the class has to be one whose result does
     not depend on whether a kernel runs over strides or not, which plain SGD's is."""
     failures = []
@@ -165,10 +144,6 @@ def _gradients_in_another_memory_format() -> list[str]:
     return failures
 
 
-def test_a_gradient_may_lie_in_memory_otherwise_than_its_parameter() -> None:
-    assert run_ranks(_gradients_in_another_memory_format, 2) == [[], []]
-
-
 WHOLE_TENSOR = [
     Case(optim.Adafactor),
     Case(optim.Adafactor, {"weight_decay": 0.1, "maximize": True}),
@@ -177,8 +152,8 @@ WHOLE_TENSOR = [
 ]
 
 
-def _whole_tensor_classes() -> list[str]:
-    failures = []
+@on_ranks(1, 2, 3, 4)
+def test_classes_that_look_at_whole_tensors_get_them() -> None:
     for case, view in itertools.product(WHOLE_TENSOR, (False, True)):
         # Muon takes matrices only.
         shapes = [(17, 31), (40, 8), (5, 5), (1, 7), (64, 33)]
@@ -186,19 +161,13 @@ def _whole_tensor_classes() -> list[str]:
         expected = train(unsharded(case, params), params, STEPS)
         params = make_params(shapes, frozen=(2,))
         opt = sharded(case, params, parameters_as_bucket_view=view)
-        if opt.plan.layout != "whole":
-            failures.append(f"{case}: layout {opt.plan.layout}")
-        if wrong := differing(expected, train(opt, params, STEPS)):
-            failures.append(f"{case}, view {view}: parameters {wrong}")
-    return failures
+        assert opt.plan.layout == "whole", f"{case}: layout {opt.plan.layout}"
+        assert_same(expected, train(opt, params, STEPS), f"{case}, view {view}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_classes_that_look_at_whole_tensors_get_them(world_size: int) -> None:
-    assert run_ranks(_whole_tensor_classes, world_size) == [[]] * world_size
-
-
-def _sparse_gradients(view: bool) -> list[int]:
+@pytest.mark.parametrize("view", [False, True])
+@on_ranks(3)
+def test_sparse_gradients_reach_sparse_adam(view: bool) -> list[int]:
     def run(make: Any) -> list[torch.Tensor]:
         params = make_params([(40, 6), (31, 4), (12, 3)], frozen=())
         opt = make(params)
@@ -225,14 +194,10 @@ def _sparse_gradients(view: bool) -> list[int]:
     return differing(expected, got)
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_sparse_gradients_reach_sparse_adam(view: bool) -> None:
-    assert run_ranks(_sparse_gradients, 3, view) == [[], [], []]
-
-
-def _against_the_oracles() -> list[str]:
+@pytest.mark.slow
+@on_ranks(2, 3)
+def test_the_naive_versions_agree() -> None:
     """One set of options per class: the naive versions are slow."""
-    failures = []
     world_size = dist.get_world_size()
     firsts = {case.optimizer_class: case for case in reversed(ELEMENT_WISE)}
     for case in firsts.values():
@@ -254,12 +219,4 @@ def _against_the_oracles() -> list[str]:
             params = make_params(frozen=())
             results[layout] = train(sharded(case, params, layout=layout), params, STEPS)
         for one, other in itertools.combinations(results, 2):
-            if wrong := differing(results[one], results[other]):
-                failures.append(f"{case}: {one} and {other} differ in {wrong}")
-    return failures
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_naive_versions_agree(world_size: int) -> None:
-    assert run_ranks(_against_the_oracles, world_size) == [[]] * world_size
+            assert_same(results[one], results[other], f"{case}: {one} and {other} differ in")

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from mixtures import from_rank_0, mixed, mixture, net, steps
-from problems import OneByOne, copies, differing
+from on_ranks import on_ranks
+from problems import OneByOne, assert_same, copies, differing
 from ranks import raises_on_every_rank, run_ranks
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -100,7 +101,10 @@ class Registered(optim.SGD):
         return super().step(closure)
 
 
-def what_a_load_leaves() -> list[Any]:
+@on_ranks(2)
+def test_loading_into_several_classes_without_state_warns_of_nothing_and_leaves_no_trace() -> list[
+    Any
+]:
     """SGD without momentum keeps no state: to see that, a step is rehearsed on the side."""
     model = net(torch.float32)
     opt = ZeroRedundancyOptimizer(
@@ -121,10 +125,6 @@ def what_a_load_leaves() -> list[Any]:
     if not (same and torch.equal(before[3], torch.get_rng_state())):
         seen.append("counters or random numbers")
     return seen
-
-
-def test_loading_into_several_classes_without_state_warns_of_nothing_and_leaves_no_trace() -> None:
-    assert run_ranks(what_a_load_leaves, 2) == [[], []]
 
 
 class Extra(optim.SGD):
@@ -209,16 +209,13 @@ def test_steps_that_were_taken_bucket_by_bucket_were_taken() -> None:
 # ------------------------------------------------------- classes, groups and masters that change
 
 
-def one_class_loads_two() -> None:
+@on_ranks(2, raises=ValueError, match=r"group 0 .*Muon.*adamw\.AdamW")
+def test_a_dict_of_several_classes_is_refused_by_an_optimizer_of_one() -> None:
     model, opt = mixture(torch.float32)
     steps(model, opt, range(2))
     saved = from_rank_0(opt)
     other = ZeroRedundancyOptimizer([{"params": g["params"]} for g in mixed(net())], optim.AdamW)
     other.load_state_dict(saved)
-
-
-def test_a_dict_of_several_classes_is_refused_by_an_optimizer_of_one() -> None:
-    raises_on_every_rank(one_class_loads_two, 2, ValueError, match=r"group 0 .*Muon.*adamw\.AdamW")
 
 
 def test_a_class_is_known_by_its_name_within_a_partial_too() -> None:
@@ -230,9 +227,12 @@ def test_a_class_is_known_by_its_name_within_a_partial_too() -> None:
         make(optim.SGD).load_state_dict(make(optim.Muon).state_dict())
 
 
-def add_with_defaults() -> list[Any]:
-    """Two optimizers apart; a mixture, and a divided one, that get the second class later."""
-    failures: list[Any] = []
+@on_ranks(2)
+def test_a_group_that_is_added_has_the_defaults_of_its_own_class() -> None:
+    """And not the learning rate, say, of the class that the other groups have.
+
+    Two optimizers apart; a mixture, and a divided one, that get the second class later.
+    """
     reference = net(torch.float32)
     (matrices, *_), rest = (group["params"] for group in mixed(reference))
     apart = [optim.Adafactor([matrices]), optim.AdamW(rest, lr=1e-3)]
@@ -245,19 +245,13 @@ def add_with_defaults() -> list[Any]:
         cls: Any = ZeroRedundancyOptimizer if sharded else MultiClass
         opt = cls([{"params": []}, *groups], optim.SGD, lr=0.7)
         opt.add_param_group({"params": [weight], "optimizer_class": optim.Adafactor})
-        if opt.param_groups[-1]["lr"] != apart[0].param_groups[0]["lr"]:
-            failures.append((sharded, opt.param_groups[-1]))
+        assert opt.param_groups[-1]["lr"] == apart[0].param_groups[0]["lr"]
         steps(model, opt, range(3))
-        failures += differing(list(reference.parameters()), list(model.parameters()))
-    return failures
+        assert_same(list(reference.parameters()), list(model.parameters()))
 
 
-def test_a_group_that_is_added_has_the_defaults_of_its_own_class() -> None:
-    """And not the learning rate, say, of the class that the other groups have."""
-    assert run_ranks(add_with_defaults, 2) == [[], []]
-
-
-def add_what_is_refused() -> list[Any]:
+@on_ranks(2)
+def test_a_group_whose_class_refuses_its_options_changes_nothing() -> list[Any]:
     results = []
     for refused in (False, True):
         model, opt = mixture()
@@ -274,7 +268,3 @@ def add_what_is_refused() -> list[Any]:
         steps(model, opt, range(2, 4))
         results.append([more.detach(), *copies(model.parameters())])
     return differing(*results)
-
-
-def test_a_group_whose_class_refuses_its_options_changes_nothing() -> None:
-    assert run_ranks(add_what_is_refused, 2) == [[], []]

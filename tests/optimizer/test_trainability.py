@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from problems import (
     ELEMENT_WISE,
     LAYOUTS,
@@ -21,7 +22,7 @@ from problems import (
     set_gradients,
     train,
 )
-from ranks import each_raises_on_every_rank, raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank, run_ranks
 from torch import nn, optim
 from traffic import counted
 
@@ -77,7 +78,8 @@ def follow(script: Script, cases: list[Case] = CLASSES, given: slice = slice(Non
 # ------------------------------------------------------------------------ adding groups
 
 
-def _adding() -> list[str]:
+@on_ranks(1, 2, 3)
+def test_groups_may_be_added_at_any_time() -> list[str]:
     def script(opt: Any, params: list[nn.Parameter]) -> None:
         opt.add_param_group({"params": params[2]})  # before any step, a bare tensor
         train(opt, params[:3], range(3))
@@ -90,12 +92,8 @@ def _adding() -> list[str]:
     return follow(script, cases, slice(0, 2))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_groups_may_be_added_at_any_time(world_size: int) -> None:
-    assert run_ranks(_adding, world_size) == [[]] * world_size
-
-
-def _adding_to_more_ranks_than_parameters() -> list[str]:
+@on_ranks(4)
+def test_groups_may_be_added_with_more_ranks_than_parameters() -> list[str]:
     def script(opt: Any, params: list[nn.Parameter]) -> None:
         train(opt, params[:1], range(3))
         opt.add_param_group({"params": [params[1]], "lr": 0.3})
@@ -104,11 +102,8 @@ def _adding_to_more_ranks_than_parameters() -> list[str]:
     return follow(script, CLASSES[:2], slice(1))
 
 
-def test_groups_may_be_added_with_more_ranks_than_parameters() -> None:
-    assert run_ranks(_adding_to_more_ranks_than_parameters, 4) == [[]] * 4
-
-
-def _adding_frozen() -> list[str]:
+@on_ranks(2)
+def test_an_added_group_may_be_frozen_first() -> list[str]:
     def script(opt: Any, params: list[nn.Parameter]) -> None:
         train(opt, params[:4], range(2))
         for param in params[4:]:
@@ -120,10 +115,6 @@ def _adding_frozen() -> list[str]:
         train(opt, params, range(4, 8))
 
     return follow(script, CLASSES[:3], slice(4))
-
-
-def test_an_added_group_may_be_frozen_first() -> None:
-    assert run_ranks(_adding_frozen, 2) == [[], []]
 
 
 # ------------------------------------------------------------------ freezing, unfreezing
@@ -140,7 +131,8 @@ def unfreeze(params: list[nn.Parameter], *numbers: int) -> None:
         params[number].requires_grad_(True)
 
 
-def _freezing() -> list[str]:
+@on_ranks(1, 2, 3, 4)
+def test_parameters_may_be_frozen_and_unfrozen_between_steps() -> list[str]:
     def script(opt: Any, params: list[nn.Parameter]) -> None:
         freeze(params, 2)
         train(opt, params, range(3))
@@ -156,12 +148,9 @@ def _freezing() -> list[str]:
     return follow(script)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_parameters_may_be_frozen_and_unfrozen_between_steps(world_size: int) -> None:
-    assert run_ranks(_freezing, world_size) == [[]] * world_size
-
-
-def _every_class() -> list[str]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_state_of_every_class_follows_the_plan() -> list[str]:
     def script(opt: Any, params: list[nn.Parameter]) -> None:
         train(opt, params, range(3), missing=False)
         freeze(params, 0, 2)
@@ -173,12 +162,8 @@ def _every_class() -> list[str]:
     return follow(script, list(firsts.values()))
 
 
-@pytest.mark.slow
-def test_the_state_of_every_class_follows_the_plan() -> None:
-    assert run_ranks(_every_class, 2) == [[], []]
-
-
-def _all_frozen() -> list[str]:
+@on_ranks(2)
+def test_everything_may_be_frozen() -> list[str]:
     def script(opt: Any, params: list[nn.Parameter]) -> None:
         train(opt, params, range(2))
         freeze(params, *range(len(params)))
@@ -189,11 +174,8 @@ def _all_frozen() -> list[str]:
     return follow(script, CLASSES[:2])
 
 
-def test_everything_may_be_frozen() -> None:
-    assert run_ranks(_all_frozen, 2) == [[], []]
-
-
-def _frozen_with_a_gradient() -> list[str]:
+@on_ranks(2, 3)
+def test_a_frozen_parameter_with_a_gradient_is_updated_as_torch_does() -> list[str]:
     """`torch.optim` looks at the gradient, not at `requires_grad`: a parameter frozen while it has
     one goes on being updated."""
 
@@ -214,11 +196,6 @@ def _frozen_with_a_gradient() -> list[str]:
         assert not differing(before, copies(params))
 
     return follow(script)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_frozen_parameter_with_a_gradient_is_updated_as_torch_does(world_size: int) -> None:
-    assert run_ranks(_frozen_with_a_gradient, world_size) == [[]] * world_size
 
 
 def _each_combination(check: Callable[[str, bool], list[str]]) -> list[str]:
@@ -281,17 +258,14 @@ def test_a_step_without_changes_is_one_gather_per_bucket_a_note_and_a_verdict() 
     assert run_ranks(_steady_state_talks_only_of_parameters, 2) == [15, 15]
 
 
-def _freezing_on_one_rank() -> None:
+@on_ranks(2, raises=ValueError, match="param 0|param 2")
+def test_ranks_that_freeze_different_parameters_are_told() -> None:
     params = make_params(SHAPES, frozen=())
     opt = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)
     train(opt, params, range(2))
     # Both change something, so both notice; what they changed is not the same.
     freeze(params, 0 if opt.rank else 2)
     train(opt, params, range(2, 3))
-
-
-def test_ranks_that_freeze_different_parameters_are_told() -> None:
-    raises_on_every_rank(_freezing_on_one_rank, 2, ValueError, match="param 0|param 2")
 
 
 # ---------------------------------------------------------- checkpoints after such changes
@@ -374,7 +348,9 @@ def test_checkpoints_are_right_after_every_change() -> None:
     assert run_ranks(_each_combination, 2, _checkpoints) == [[], []]
 
 
-def _transposed_where_it_lies(view: bool) -> list[int]:
+@pytest.mark.parametrize("view", [False, True])
+@on_ranks(2)
+def test_a_parameter_may_be_transposed_where_it_lies(view: bool) -> list[int]:
     """A square matrix, so that nothing but the order of its elements is another one."""
     results = []
     for sharded in (False, True):
@@ -391,8 +367,3 @@ def _transposed_where_it_lies(view: bool) -> list[int]:
         param.data = param.data.t()
         results.append(train(opt, params, range(2, 4), missing=False))
     return differing(*results)
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_a_parameter_may_be_transposed_where_it_lies(view: bool) -> None:
-    assert run_ranks(_transposed_where_it_lies, 2, view) == [[], []]

@@ -29,8 +29,9 @@ from dtensors import (
     sharded,
     step_both,
 )
-from problems import Case, difference, differing
-from ranks import raises_on_every_rank, run_ranks
+from on_ranks import on_ranks
+from problems import Case, assert_same, difference, differing
+from ranks import run_ranks
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, Shard
 
@@ -69,7 +70,8 @@ def test_a_tensor_parallel_model_trains_as_with_the_unsharded_optimizer(dp: int,
     assert run_ranks(_trained_like_unsharded, dp * tp, dp, tp) == [[]] * (dp * tp)
 
 
-def _masters() -> list[int]:
+@on_ranks(4)
+def test_16_bit_dtensors_have_masters_of_their_local_parts() -> list[int]:
     """16-bit DTensors with masters: as an unsharded optimizer on fp32 DTensors that is rounded."""
     mesh = make_mesh(2, 2)
     case = CASES[0]
@@ -88,13 +90,17 @@ def _masters() -> list[int]:
     return [*differing(rounded, parts(got)), *differing(parts(wide), masters)]
 
 
-def test_16_bit_dtensors_have_masters_of_their_local_parts() -> None:
-    assert run_ranks(_masters, 4) == [[]] * 4
+def gradients(params: Any) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
 
 
-def _clipped() -> list[str]:
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
+
+
+@on_ranks(4)
+def test_clipping_counts_every_part_once() -> None:
     mesh = make_mesh(2, 2)
-    failures = []
     for plain in (True, False):
         for norm_type in (2.0, 1.0, float("inf")):
             models = [make_model(mesh, plain), make_model(mesh, plain)]
@@ -107,39 +113,24 @@ def _clipped() -> list[str]:
             expected = nn.utils.get_total_norm(grads, norm_type)
             opt = sharded(models[1].parameters(), mesh, CASES[0])
             norm = opt.clip_grad_norm_(0.01, norm_type)
-            if isinstance(norm, DTensor) or not torch.allclose(norm, expected, rtol=1e-6, atol=0):
-                failures.append(f"norm {norm_type}: {norm} instead of {expected}")
+            assert not isinstance(norm, DTensor)
+            assert torch.allclose(norm, expected, rtol=1e-6, atol=0), (norm_type, norm, expected)
             if not plain:
                 theirs = nn.utils.clip_grad_norm_(params, 0.01, norm_type)
                 assert isinstance(theirs, DTensor)
-                if differing([theirs.full_tensor()], [norm]):
-                    failures.append(f"norm {norm_type}: {norm} instead of torch's {theirs}")
+                assert_same([theirs.full_tensor()], [norm], norm_type)
                 want, got = (parts(gradients(model.parameters())) for model in models)
                 # torch 2.11 does not scale gradients that are sums still to be taken.
                 after = nn.utils.get_total_norm([full(g) for g in gradients(params)], norm_type)
-                right = torch.allclose(after, torch.tensor(0.01), rtol=1e-3, atol=0)
-                if right and (wrong := differing(want, got)):
-                    failures.append(f"norm {norm_type}: clipped gradients {wrong}")
+                if torch.allclose(after, torch.tensor(0.01), rtol=1e-3, atol=0):
+                    assert_same(want, got, norm_type)
             whole = [full(g) for g in gradients(models[1].parameters())]
             after = nn.utils.get_total_norm(whole, norm_type)
-            if not torch.allclose(after, torch.tensor(0.01), rtol=1e-3, atol=0):
-                failures.append(f"norm {norm_type} after clipping: {after}")
-    return failures
+            assert torch.allclose(after, torch.tensor(0.01), rtol=1e-3, atol=0), norm_type
 
 
-def gradients(params: Any) -> list[Tensor]:
-    return [param.grad for param in params if param.grad is not None]
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
-
-
-def test_clipping_counts_every_part_once() -> None:
-    assert run_ranks(_clipped, 4) == [[]] * 4
-
-
-def _backward_through_old_values() -> None:
+@on_ranks(2, raises=RuntimeError, match="modified by an inplace operation")
+def test_autograd_sees_that_a_step_changed_a_dtensor() -> None:
     mesh = make_mesh(2, 1)
     params = made_params(mesh)
     opt = sharded(params, mesh, CASES[0])
@@ -149,12 +140,8 @@ def _backward_through_old_values() -> None:
     out.backward()
 
 
-def test_autograd_sees_that_a_step_changed_a_dtensor() -> None:
-    match = "modified by an inplace operation"
-    raises_on_every_rank(_backward_through_old_values, 2, RuntimeError, match=match)
-
-
-def _moved_and_frozen() -> list[str]:
+@on_ranks(4)
+def test_dtensors_may_be_frozen_unfrozen_and_converted() -> list[str]:
     """Another dtype, and another set of trainable parameters, between two steps."""
     mesh = make_mesh(2, 2)
     case = CASES[2]
@@ -179,10 +166,6 @@ def _moved_and_frozen() -> list[str]:
         if len(differing([part.double() for part in before], now)) < len(now):
             failures.append(f"views {views}: a step in float64 left something as it was")
     return failures
-
-
-def test_dtensors_may_be_frozen_unfrozen_and_converted() -> None:
-    assert run_ranks(_moved_and_frozen, 4) == [[]] * 4
 
 
 # ----------------------------------------------------------------------------------- the state
@@ -227,7 +210,8 @@ def test_parameters_and_state_are_those_of_the_unsharded_part_and_load_at_the_sa
     assert run_ranks(_saved_and_loaded, dp * tp, dp, tp) == [[]] * (dp * tp)
 
 
-def _torch_state_loads() -> list[int]:
+@on_ranks(4)
+def test_the_unsharded_optimizers_state_dict_loads_on_its_own_rank() -> list[int]:
     """The state dict of the unsharded optimizer on this rank has DTensors in it."""
     mesh = make_mesh(2, 2)
     expected, got = made_params(mesh), made_params(mesh)
@@ -243,11 +227,8 @@ def _torch_state_loads() -> list[int]:
     return step_both(mesh, (expected, plain), (got, opt), LATER)
 
 
-def test_the_unsharded_optimizers_state_dict_loads_on_its_own_rank() -> None:
-    assert run_ranks(_torch_state_loads, 4) == [[]] * 4
-
-
-def _global_state() -> None:
+@on_ranks(4, raises=ValueError, match=r"has shape \(8, 6\), but the parameter has shape \(4, 6\)")
+def test_the_state_of_whole_tensors_is_refused() -> None:
     mesh = make_mesh(2, 2)
     params = [nn.Parameter(torch.ones(8, 6))]
     plain = optim.AdamW(params)
@@ -255,8 +236,3 @@ def _global_state() -> None:
     plain.step()
     shards = [nn.Parameter(placed_as(torch.ones(8, 6), mesh["tp"], Shard(0)))]
     sharded(shards, mesh, CASES[0]).load_state_dict(plain.state_dict())
-
-
-def test_the_state_of_whole_tensors_is_refused() -> None:
-    match = r"has shape \(8, 6\), but the parameter has shape \(4, 6\)"
-    raises_on_every_rank(_global_state, 4, ValueError, match=match)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from problems import copies, differing, make_params, set_gradients
 from ranks import run_ranks
 from reference.naive_masters import NaiveMasters
@@ -73,7 +74,9 @@ def test_what_a_user_writes_counts_in_8_bits_too(world_size: int) -> None:
         assert torch.equal(got, expected)
 
 
-def _moved(with_module: bool) -> list[str]:
+@pytest.mark.parametrize("with_module", [False, True])
+@on_ranks(2)
+def test_masters_are_those_of_the_data_that_parameters_were_given(with_module: bool) -> list[str]:
     """Masters of parameters that were given other data, before the next step."""
     failures = []
     module = bf16_mlp()
@@ -96,11 +99,6 @@ def _moved(with_module: bool) -> list[str]:
     if [param.data_ptr() for param in module.parameters()] != given:
         failures.append("looking has moved parameters")
     return failures
-
-
-@pytest.mark.parametrize("with_module", [False, True])
-def test_masters_are_those_of_the_data_that_parameters_were_given(with_module: bool) -> None:
-    assert run_ranks(_moved, 2, with_module) == [[], []]
 
 
 def test_a_model_that_is_loaded_after_the_optimizer_was_made_is_trained_on() -> None:

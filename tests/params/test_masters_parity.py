@@ -17,7 +17,8 @@ from ddp_ways import WAYS, in_ddp, overlapping
 from doubles import AnyOrder, LateArrival, behind_the_door
 from models import MLP, MixedDtypes, Problem, make_gpt, train, with_zero
 from models import PROBLEMS as IN_FP32
-from problems import LAYOUTS, copies, differing
+from on_ranks import on_ranks
+from problems import LAYOUTS, assert_same, copies, differing
 from ranks import run_ranks
 from reference.naive_masters import NaiveMasters, sum_over_ranks
 from sixteen_bits import BF16, FP32, loss_of
@@ -213,20 +214,18 @@ def test_parameters_travel_in_their_own_dtype_and_gradients_as_told() -> None:
         assert found["fp32 wire"] == (2 * reduced, gathered)
 
 
-def _with_doubles() -> list[str]:
-    failures = []
+@pytest.mark.slow
+@on_ranks(2)
+def test_masters_wait_for_what_is_in_flight() -> None:
     problem = PROBLEMS["gpt"]
     expected = _seen(_Naive(problem.fresh()), problem)
     for double, layout in itertools.product((LateArrival, AnyOrder), LAYOUTS):
         with behind_the_door(double):
-            if wrong := differing(expected, _seen(_zero(problem, layout=layout), problem)):
-                failures.append(f"{double.__name__}, {layout}: {wrong}")
-    return failures
-
-
-@pytest.mark.slow
-def test_masters_wait_for_what_is_in_flight() -> None:
-    assert run_ranks(_with_doubles, 2) == [[], []]
+            assert_same(
+                expected,
+                _seen(_zero(problem, layout=layout), problem),
+                f"{double.__name__}, {layout}",
+            )
 
 
 def _frozen_from_the_start() -> int:
@@ -242,7 +241,9 @@ def test_what_never_trained_has_no_master() -> None:
     assert sum(run_ranks(_frozen_from_the_start, 2)) == trained
 
 
-def _scaled(layout: str) -> list[str]:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_a_grad_scaler_unscales_fp16_gradients_in_fp32(layout: str) -> list[str]:
     """The stock GradScaler on fp16 parameters; at step 2 one rank has an infinity."""
     problem = PROBLEMS["fp16"]
     scale = 2.0**10
@@ -281,13 +282,9 @@ def _scaled(layout: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_grad_scaler_unscales_fp16_gradients_in_fp32(layout: str) -> None:
-    assert run_ranks(_scaled, 2, layout) == [[], []]
-
-
-def _hooked() -> list[str]:
-    failures = []
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_ddp_hooks_step_on_masters() -> None:
     for name in ("mlp", "gpt", "mixed"):
         problem = PROBLEMS[name]
         # DDP reduces in 16 bits; where the hooks take its results, so does the oracle.
@@ -298,11 +295,4 @@ def _hooked() -> list[str]:
             options = {"precision": MixedPrecision(), "layout": layout}
             zero = overlapping(way, problem.fresh(), KIND, zero=options)
             expected = in_fp32 if way == "register" else after_ddp
-            if wrong := differing(expected, _seen(zero, problem)):
-                failures.append(f"{name}, {layout}, {way}: {wrong}")
-    return failures
-
-
-@pytest.mark.slow
-def test_the_ddp_hooks_step_on_masters() -> None:
-    assert run_ranks(_hooked, 2) == [[], []]
+            assert_same(expected, _seen(zero, problem), f"{name}, {layout}, {way}")

@@ -10,7 +10,17 @@ import torch
 from ddp_ways import WAYS, overlapping
 from models import MLP, Problem, noise, with_zero
 from models import train as train_problem
-from problems import LAYOUTS, copies, differing, make_params, same_bits, set_gradients, train
+from on_ranks import on_ranks
+from problems import (
+    LAYOUTS,
+    assert_same,
+    copies,
+    differing,
+    make_params,
+    same_bits,
+    set_gradients,
+    train,
+)
 from ranks import run_ranks
 from torch import Tensor, nn, optim
 
@@ -139,21 +149,14 @@ def _expected(steps: range) -> list[Tensor]:
     return copies(params)
 
 
-def _drop_in() -> list[str]:
+@on_ranks(1, 2, 3)
+def test_the_number_of_ranks_and_the_layout_make_no_difference() -> None:
     expected = _expected(range(8))
-    failures = []
     for layout, view in itertools.product(LAYOUTS, (False, True)):
         params = _params()
         options = {"parameters_as_bucket_view": view, "layout": layout, "bucket_bytes": 1 << 12}
         opt = ZeroRedundancyOptimizer(params, optim.AdamW, precision=POLICY, lr=0.003, **options)
-        if wrong := differing(expected, train(opt, params, range(8))):
-            failures.append(f"{layout}, {view}: {wrong}")
-    return failures
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_number_of_ranks_and_the_layout_make_no_difference(world_size: int) -> None:
-    assert run_ranks(_drop_in, world_size) == [[]] * world_size
+        assert_same(expected, train(opt, params, range(8)), f"{layout}, {view}")
 
 
 def _square(model: Any, step: int) -> Tensor:
@@ -188,24 +191,17 @@ def test_training_goes_on_elsewhere_as_if_it_had_not_stopped() -> None:
         assert differing(expected, got) == []
 
 
-def _hooked() -> list[str]:
+@on_ranks(2)
+def test_the_ddp_hooks_round_at_random_too() -> None:
     expected, _ = _with_module("sliced", range(5))
-    failures = []
     for way in WAYS:
         zero = overlapping(way, PROBLEM.fresh(), KIND, zero={"precision": POLICY})
         train_problem(zero, PROBLEM, range(5))
-        if wrong := differing(expected, zero.params):
-            failures.append(f"{way}: {wrong}")
+        assert_same(expected, zero.params, f"{way}")
         held = {
             tensor.untyped_storage().nbytes() for _, tensor in zero.opt.mode.pipeline.params.shard
         }
-        if held != {4}:
-            failures.append(f"{way}: copies of {held} bytes are left")
-    return failures
-
-
-def test_the_ddp_hooks_round_at_random_too() -> None:
-    assert run_ranks(_hooked, 2) == [[], []]
+        assert held == {4}, f"{way}: copies of {held} bytes are left"
 
 
 def test_small_updates_arrive_in_the_mean_where_rounding_to_nearest_loses_them() -> None:

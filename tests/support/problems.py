@@ -251,6 +251,18 @@ def differing(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> 
     return [number for number, (a, b) in pairs if not same_bits(a, b)]
 
 
+def assert_same(
+    expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor], what: Any = ""
+) -> None:
+    """Check that no tensor differs by a bit."""
+    assert not (numbers := differing(expected, got)), f"{what}: other values in {numbers}"
+
+
+def assert_alike(expected: Any, got: Any, what: Any = "") -> None:
+    """Check that there is no `difference`."""
+    assert not (found := difference(expected, got)), f"{what}: {found}"
+
+
 def difference(expected: Any, got: Any, path: str = "") -> str | None:
     """The first difference between two values in type, order of keys, form or bits; or None."""
     if type(expected) is not type(got):
