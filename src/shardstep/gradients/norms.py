@@ -65,14 +65,16 @@ class ShardNorms(GradientSource):
         size, dtype = len(self.trained), self.lanes.norm_dtype
         device = self.params[0].device
         rows = torch.full((self._comm.world_size, size), -1, dtype=dtype, device=device)
-        column = {param: number for number, param in enumerate(self.trained)}
-        held = [(column[p], t.grad) for p, t in self._pieces if t.grad is not None]
-        # The largest element of nothing raises.
-        own = torch.zeros(len(held), dtype=dtype, device=device)
-        for number, (_, grad) in enumerate(held):
-            if grad.numel():
-                own[number] = torch.linalg.vector_norm(grad, norm_type).to(device)
-        rows[self._comm.group_rank, [number for number, _ in held]] = own
+        held = {
+            # The largest element of nothing raises.
+            param: torch.linalg.vector_norm(grad if grad.numel() else grad.new_zeros(1), norm_type)
+            for param, tensor in self._pieces
+            if (grad := tensor.grad) is not None
+        }
+        own = rows[self._comm.group_rank]
+        norms = [held.get(param, own[0]) for param in self.trained]
+        # Stacked and not assigned one by one, which would wait for the accelerator.
+        own.copy_(torch.stack([norm.to(own) for norm in norms]))
         cuts = range(0, rows.numel() + 1, size)
         self._comm.all_gather(rows.view(-1), cuts, Operation.CLIP).wait()
         self._norms[norm_type] = rows
