@@ -58,8 +58,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--contestants",
         default=DEFAULT_CONTESTANTS,
-        help="comma-separated, first named first to go; also: ddp-view, deepspeed, "
-        "deepspeed-zero1, fairscale (where installed)",
+        help="comma-separated, in the order of their turns. torch-zero is torch's class, zero1 the "
+        "drop-in, zero2 module=, -view means bucket views. Also: ddp-view, hook, hook-interleaved, "
+        "register; deepspeed, deepspeed-zero1, fairscale (where installed)",
     )
     add("--batch-size", type=int, default=4, help="sequences per rank and step")
     add("--seq-len", type=int, default=64, help="tokens per sequence")

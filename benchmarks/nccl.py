@@ -269,7 +269,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-mps", action="store_true", help="let ranks that share a GPU take turns on it")
     add("--json", type=Path, metavar="FILE", help="write the numbers")
     add("--picture", type=Path, metavar="FILE", help="draw them; with --trace, draw a step")
-    add("--trace", type=Path, metavar="FILE", help="profile zero2 instead, to a .gz")
+    add("--trace", type=Path, metavar="FILE", help="profile module= instead, to a .gz")
     add("--read", type=Path, metavar="FILE", help="draw what an earlier --json or --trace wrote")
     options = parser.parse_args(argv)
     options.timeout *= 4 if options.compile else 1

@@ -5,6 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+TITLES = {
+    "ddp": "DDP",
+    "ddp-view": "DDP, bucket views",
+    "torch-zero": "torch's class",
+    "torch-zero-view": "torch's class, bucket views",
+    "fsdp2": "FSDP2",
+    "zero1": "shardstep, drop-in",
+    "zero2": "shardstep, module=",
+    "hook": "shardstep, hook",
+    "hook-interleaved": "shardstep, interleaved hook",
+    "register": "shardstep, register",
+}
+"""Contestants as the documentation calls them."""
+
 _OURS, _OTHERS, _BASELINE = "#2f6fb2", "#b9bec6", "#6b7280"
 
 
@@ -12,13 +26,13 @@ def draw(result: dict[str, Any], path: Path) -> bool:
     """Write a PNG to `path`; return False where matplotlib is not installed."""
     rows = result["contestants"]
     sent = {name: row["sent_psi"] for name, row in rows.items()}
-    return _draw(rows, sent, "sent per rank and step, in model sizes Ψ", _title(result), path)
+    return _draw(rows, sent, "sent per rank and step, in Ψ", _title(result), path)
 
 
 def draw_runs(result: dict[str, Any], path: Path) -> bool:
     """Write a PNG of the NCCL benchmark's runs; return False where matplotlib is not installed."""
     rows = {
-        f"{name}, {run['workload']['world_size']} ranks": row
+        (name, run["workload"]["world_size"]): row
         for run in result["runs"]
         for name, row in run["contestants"].items()
     }
@@ -36,7 +50,7 @@ def draw_runs(result: dict[str, Any], path: Path) -> bool:
 
 
 def _draw(
-    rows: dict[str, Any], sizes: dict[str, float], size_label: str, title: str, path: Path
+    rows: dict[Any, Any], sizes: dict[Any, float], size_label: str, title: str, path: Path
 ) -> bool:
     """Draw the time of each row as a bar with its spread, and a bar for its size."""
     try:
@@ -45,18 +59,19 @@ def _draw(
     except ImportError:
         return False
     names = list(rows)
-    figure = Figure(figsize=(9, 0.9 + 0.42 * len(names)), layout="constrained")
+    figure = Figure(figsize=(10, 0.9 + 0.42 * len(names)), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
 
-    times = [rows[name]["ms_per_step"] for name in names]
+    times = [row["ms_per_step"] for row in rows.values()]
     colors = [_color(name) for name in names]
+    labels = [_label(name) for name in names]
     medians = [time["median"] for time in times]
     below = [time["median"] - time["min"] for time in times]
     above = [time["max"] - time["median"] for time in times]
-    left.barh(names, medians, color=colors, height=0.65)
+    left.barh(labels, medians, color=colors, height=0.65)
     left.errorbar(
-        medians, names, xerr=[below, above], fmt="none", ecolor="black", capsize=3, linewidth=1
+        medians, labels, xerr=[below, above], fmt="none", ecolor="black", capsize=3, linewidth=1
     )
     left.set_xlim(0, 1.22 * max(time["max"] for time in times))
     for i, name in enumerate(names):
@@ -64,9 +79,9 @@ def _draw(
         note = f" {medians[i]:.{0 if medians[i] > 100 else 1}f}"
         note += "" if ratio is None else f"  ({ratio:.2f}×)"
         left.text(times[i]["max"], i, note, va="center", fontsize=8)
-    left.set_xlabel("ms per step: median, min to max over rounds; (× DDP)")
+    left.set_xlabel("ms per step: median, min to max; (× DDP)")
 
-    right.barh(names, [sizes[name] for name in names], color=colors, height=0.65)
+    right.barh(labels, [sizes[name] for name in names], color=colors, height=0.65)
     for i, name in enumerate(names):
         right.text(sizes[name], i, f" {sizes[name]:.2f}", va="center", fontsize=8)
     right.set_xlim(0, 1.2 * max(sizes.values()) or 1)
@@ -81,10 +96,17 @@ def _draw(
     return True
 
 
-def _color(name: str) -> str:
-    if name.startswith(("zero", "hook", "register")):
+def _label(name: str | tuple[str, int]) -> str:
+    if isinstance(name, tuple):
+        return f"{_label(name[0])}, {name[1]} ranks"
+    return TITLES.get(name, name)
+
+
+def _color(name: str | tuple[str, int]) -> str:
+    contestant = name[0] if isinstance(name, tuple) else name
+    if contestant.startswith(("zero", "hook", "register")):
         return _OURS
-    return _BASELINE if name.split(",")[0] == "ddp" else _OTHERS
+    return _BASELINE if contestant == "ddp" else _OTHERS
 
 
 def _title(result: dict[str, Any]) -> str:

@@ -161,7 +161,7 @@ def draw(found: Sequence[Kernel], path: Path) -> bool:
     axes.set_yticks(range(len(streams)), [f"stream {stream}" for stream in streams])
     axes.invert_yaxis()
     axes.set_xlabel("ms since the first kernel of forward")
-    axes.set_title("One iteration of zero2 on rank 0: kernels by stream")
+    axes.set_title("One iteration with module= on rank 0: kernels by stream")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=len(_STYLES), frameon=False)
     figure.savefig(path, dpi=150, metadata={"Software": None})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def _copy(target: str) -> str:
 
 
 def _commands() -> str:
-    """Return the options of all commands; the demo reads its own."""
+    """Return the options of all commands; the demo and the benchmark read their own."""
     os.environ["TERMINAL_WIDTH"] = "80"
     sys.path.insert(0, str(ROOT / "examples"))
     from demo.command import app as demo_app
@@ -69,7 +70,14 @@ def _commands() -> str:
 
     text = _command_docs(app, "shardstep", 1)
     demo = _command_docs(demo_app, "shardstep demo", 2)
-    text = re.sub(r"## `shardstep demo`.*?(?=\n## )", lambda _: demo, text, flags=re.DOTALL)
+    command = [sys.executable, str(ROOT / "benchmarks" / "hosts.py"), "--help"]
+    named = os.environ | {"SHARDSTEP_PROG": "shardstep bench", "COLUMNS": "88"}
+    told = subprocess.run(command, env=named, check=True, capture_output=True, text=True).stdout
+    bench = f"### `shardstep bench`\n\n```text\n{told}```\n"
+    for name, options in (("demo", demo), ("bench", bench)):
+        section = re.compile(rf"### `shardstep {name}`\n.*?(?=\n### )", re.DOTALL)
+        text, found = section.subn(lambda _, options=options: options, text)
+        assert found == 1, name
     # A list of cut-off first sentences, before the sections with the whole ones.
     return "\n" + re.sub(r"\*\*Commands\*\*:\n\n(\*.*\n)+", "", text)
 

@@ -5,29 +5,19 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ranks import run_ranks
 
 from frameworks.cells import COLUMNS, KINDS, rows, rows_elsewhere
 
-
-class Framework(NamedTuple):
-    """A framework, and the ways to shard in it."""
-
-    package: str
-    drop_in: str
-    module: str
-
-
 FRAMEWORKS = {
-    "accelerate": Framework(
-        "accelerate", "`prepare(accelerator, ...)`", "`prepare(accelerator, ...)`"
-    ),
-    "trainer": Framework("transformers", "`ConsolidateOnSave`", "`ShardstepTrainerMixin`"),
-    "lightning": Framework("lightning", "nothing", "`ShardstepStrategy`"),
-    "fabric": Framework("lightning", "nothing", "`ShardstepFabricStrategy`"),
+    "accelerate": "accelerate",
+    "trainer": "transformers",
+    "lightning": "lightning",
+    "fabric": "lightning",
 }
+"""The package of each framework."""
 
 
 def _run(make: Callable[..., Any], name: str, folder: Path) -> Any:
@@ -44,14 +34,13 @@ def rows_of(name: str, folder: Path) -> dict[str, dict[str, str]]:
 
 def header() -> list[str]:
     """Return the table's first two lines."""
-    names = ["framework", "mode", "adapter", *COLUMNS]
+    names = ["framework", "mode", *COLUMNS]
     return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
 
 
 def lines(name: str, found: dict[str, dict[str, str]]) -> list[str]:
     """Return the table's lines for one framework."""
-    adapters = (FRAMEWORKS[name].drop_in, FRAMEWORKS[name].module)
     return [
-        f"| {name} | {kind} | {adapter} | {' | '.join(found[kind][each] for each in COLUMNS)} |"
-        for kind, adapter in zip(KINDS, adapters, strict=True)
+        f"| {name} | {kind} | {' | '.join(found[kind][each] for each in COLUMNS)} |"
+        for kind in KINDS
     ]
