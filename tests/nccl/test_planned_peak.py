@@ -1,0 +1,87 @@
+"""The peak of one iteration over NCCL is the one that `shardstep plan` plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from on_nccl import run_on_nccl
+from torch import nn, optim
+
+from demo.gpt import GPT, GPTConfig
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer
+from shardstep.layouts.recipe import OptimizerRecipe
+from shardstep.layouts.state_size import slice_state
+from shardstep.plan import ParamSpec, shares
+from shardstep.plan.methods import Job
+from shardstep.plan.plan import MIN_BUCKET_BYTES, default_bucket_bytes
+
+pytestmark = [
+    pytest.mark.nccl,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with NCCL"),
+]
+
+CASES = list(product(("gpt", "cnn"), ("sliced", "whole"), ("fp32", "masters")))
+
+
+def _make(name: str) -> tuple[nn.Module, Any]:
+    """Return a model of about 100 million parameters and its loss, with few activations."""
+    if name == "gpt":
+        tokens = torch.zeros(1, 16, dtype=torch.int64)
+        model: nn.Module = GPT(GPTConfig(16_384, 16, 6, 8, 1024, tied=False))
+        return model, lambda: model(tokens)[0].float().square().mean()
+    widths = [3, 256, 1024, *[1024] * 10]
+    layers = [nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(widths)]
+    model = nn.Sequential(*(part for conv in layers for part in (conv, nn.ReLU())))
+    image = torch.ones(1, 3, 8, 8)
+    return model, lambda: F.mse_loss(
+        (out := model(image.to(next(model.parameters()).dtype)).float()), torch.zeros_like(out)
+    )
+
+
+def _planned_and_measured(name: str, layout: str, precision: str) -> tuple[int, int]:
+    linear, image = nn.Linear(64, 64), torch.ones(1, 64, 8, 8)
+    nn.Conv2d(64, 64, 3)(linear(image[..., 0, 0]).view(1, 64, 1, 1).expand(1, 64, 8, 8)).sum()
+    before = torch.cuda.memory_allocated()  # with the workspaces of the kernels' libraries
+    model, loss = _make(name)
+    policy = MixedPrecision()
+    if precision == "masters":
+        model.to(torch.bfloat16)
+    opt = ZeroRedundancyOptimizer(
+        model.parameters(),
+        optim.AdamW,
+        module=model,
+        layout=layout,
+        precision=policy,
+        fused=True,
+    )
+    for number in range(3):
+        if number == 2:
+            torch.cuda.reset_peak_memory_stats()
+        loss().backward()
+        opt.step()
+        opt.zero_grad()
+    torch.cuda.synchronize()
+    specs = [
+        replace(ParamSpec.of(name, tuple(p.shape), p.dtype), stride=p.stride(), layout=layout)
+        for name, p in model.named_parameters()
+    ]
+    recipe = OptimizerRecipe(optim.AdamW, {"fused": True})
+    state = slice_state(recipe, torch.float32)
+    bucket_bytes = default_bucket_bytes(specs, MIN_BUCKET_BYTES["nccl"])
+    job = Job(specs, policy, [state] * len(specs), bucket_bytes)
+    share = shares(job.plan(2), policy, job.state_sizes)[opt.rank]
+    whole = job.module_mode(2)
+    planned = whole.parameters + whole.buffers
+    planned += share.gradient_nbytes + share.master_nbytes + share.state_nbytes
+    return planned, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize(("name", "layout", "precision"), CASES)
+def test_the_peak_is_as_planned(name: str, layout: str, precision: str) -> None:
+    for planned, measured in run_on_nccl(_planned_and_measured, 2, name, layout, precision):
+        assert planned == pytest.approx(measured, rel=0.05)
