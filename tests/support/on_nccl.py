@@ -35,7 +35,14 @@ class OnTheGPU(TorchFunctionMode):
 
 @contextmanager
 def everything_on_the_gpu() -> Iterator[None]:
-    """Make models and batches on the GPU, with kernels that give the same bits every time.
+    """Make models and batches on the GPU, with kernels that give the same bits every time."""
+    with same_bits(), OnTheGPU():
+        yield
+
+
+@contextmanager
+def same_bits() -> Iterator[None]:
+    """Use kernels that give the same bits every time.
 
     Afterwards the settings are as before, so that the process can be reused.
     """
@@ -45,8 +52,7 @@ def everything_on_the_gpu() -> Iterator[None]:
     matmul.allow_tf32 = cudnn.allow_tf32 = False
     torch.cuda.manual_seed(0)
     try:
-        with OnTheGPU():
-            yield
+        yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
         torch.use_deterministic_algorithms(False)
@@ -55,6 +61,12 @@ def everything_on_the_gpu() -> Iterator[None]:
 def _on_the_gpu(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with everything_on_the_gpu():
         return fn(*args, **kwargs)
+
+
+def with_same_bits(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn`, which moves models and batches to the GPU itself."""
+    with same_bits():
+        return fn(*args)
 
 
 def _sum_of_ranks() -> float:
@@ -83,12 +95,17 @@ def _refuse_mps(reason: str) -> None:
 
 
 def run_on_nccl(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
+    """Run `fn` on ranks that share one GPU, with everything made there."""
+    return run_nccl_ranks(_on_the_gpu, world_size, fn, args, kwargs)
+
+
+def run_nccl_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Run `fn` on ranks that share one GPU and form an NCCL group, under MPS if possible."""
     _start_mps()
     under_mps = MPS.running
     timeout = TIMEOUT if under_mps else TIMEOUT_WITHOUT_MPS
     try:
-        return run_ranks(_on_the_gpu, world_size, fn, args, kwargs, backend="nccl", timeout=timeout)
+        return run_ranks(fn, world_size, *args, backend="nccl", timeout=timeout)
     except BaseException as failure:
         # A rank that dies leaves the MPS server in any state: the next call starts another.
         end_idle_processes()
@@ -96,4 +113,4 @@ def run_on_nccl(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: A
         if not (under_mps and re.search("MPS (client|server)", str(failure))):
             raise
     _refuse_mps("an error of MPS itself")
-    return run_on_nccl(fn, world_size, *args, **kwargs)
+    return run_nccl_ranks(fn, world_size, *args)

@@ -146,6 +146,11 @@ def repeatable(run: Run, trial: Trial) -> dict[str, Any]:
     return run(trial)
 
 
+def on_cpu() -> bool:
+    """Return whether the ranks train on the CPU, over Gloo, or else on a GPU, over NCCL."""
+    return dist.get_backend() != "nccl"
+
+
 @contextlib.contextmanager
 def launched() -> Iterator[None]:
     """Give this process the environment that `torchrun` gives to a rank."""
@@ -153,14 +158,14 @@ def launched() -> Iterator[None]:
     rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {
         "RANK": rank,
-        "LOCAL_RANK": rank,
+        "LOCAL_RANK": rank if on_cpu() else "0",  # all ranks share one GPU
         "GROUP_RANK": "0",
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": world_size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
         "TORCHELASTIC_RUN_ID": "none",
-        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_USE_CPU": str(on_cpu()).lower(),
         "HF_HUB_OFFLINE": "1",
     }
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,20 @@ FRAMEWORKS = {
 """The package of each framework."""
 
 
+_OVER_GLOO = partial(run_ranks, timeout=280)
+
+
 def _run(make: Callable[..., Any], name: str, folder: Path) -> Any:
     return make(importlib.import_module(f"frameworks.with_{name}").run, KINDS, folder)
 
 
-def rows_of(name: str, folder: Path) -> dict[str, dict[str, str]]:
-    """Return the rows of one framework, by kind."""
-    found, other_rank = run_ranks(_run, 2, rows, name, folder, timeout=280)
+def rows_of(
+    name: str, folder: Path, run: Callable[..., Any] = _OVER_GLOO
+) -> dict[str, dict[str, str]]:
+    """Return the rows of one framework, by kind. `run` is called as `run_ranks` is."""
+    found, other_rank = run(_run, 2, rows, name, folder)
     assert found == other_rank
-    (elsewhere,) = run_ranks(_run, 1, rows_elsewhere, name, folder)
+    (elsewhere,) = run(_run, 1, rows_elsewhere, name, folder)
     return {kind: {**found[kind], "resume at another N": elsewhere[kind]} for kind in KINDS}
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from frameworks.cells import Trial
+from frameworks.cells import Trial, on_cpu
 from frameworks.parts import BATCH, Net, data, optimizer_for
 from shardstep.integrations.accelerate import prepare
 
@@ -22,7 +22,7 @@ def run(trial: Trial) -> dict[str, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     accelerator = Accelerator(
-        cpu=True,
+        cpu=on_cpu(),
         mixed_precision="bf16" if trial.bf16 else "no",
         gradient_accumulation_steps=trial.accumulate,
     )

@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from frameworks.cells import Trial
+from frameworks.cells import Trial, on_cpu
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.integrations.trainer import ConsolidateOnSave, ShardstepTrainerMixin
 
@@ -48,7 +48,7 @@ def run(trial: Trial) -> dict[str, Any]:
         gradient_accumulation_steps=trial.accumulate,
         max_grad_norm=trial.clip,
         bf16=trial.bf16,
-        use_cpu=True,
+        use_cpu=on_cpu(),
         report_to=[],
         disable_tqdm=True,
         ddp_find_unused_parameters=False,
