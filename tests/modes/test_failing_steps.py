@@ -8,12 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
-from ddp_ways import WAYS, overlapping
+from ddp_ways import WAYS
 from doubles import Wrapped, behind_the_door
-from models import MLP_PROBLEM, Failing, Setup, noise, rank, with_ddp, with_zero
+from models import MLP_PROBLEM, Failing, Setup, noise, rank, with_zero
 from on_ranks import on_ranks
 from ranks import RankFailure, run_ranks
-from torch import Tensor, nn
+from scenarios import sharded
+from torch import nn
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.comm import Work
@@ -24,19 +25,13 @@ from shardstep.modes import lockstep
 KIND = (Failing, {"lr": 0.1})
 
 
-def _make(way: str, module: nn.Module) -> Setup:
-    if way == "module=":
-        return with_zero(module, KIND, layout="sliced")
-    if way == "drop-in":
-        setup = with_ddp(module)
-        setup.opt = ZeroRedundancyOptimizer(module.parameters(), Failing, layout="sliced", lr=0.1)
-        return setup
-    return overlapping(way, module, KIND, zero={"layout": "sliced"})
+def _make(mode: str) -> Setup:
+    return sharded(mode, MLP_PROBLEM.fresh(), KIND, zero={"layout": "sliced"})
 
 
 def _fail(way: str, iteration: int) -> list[str]:
     """Return the errors of each rank, which catches them and goes on living."""
-    setup = _make(way, MLP_PROBLEM.fresh())
+    setup = _make(way)
     start = time.monotonic()
     errors = []
     Failing.armed = False
@@ -50,12 +45,12 @@ def _fail(way: str, iteration: int) -> list[str]:
     Failing.armed = False
     if time.monotonic() - start > 20:
         errors.append("too late")
-    alike = [param.detach().clone() for param in setup.module.parameters()]
+    alike = setup.params
     torch.distributed.barrier()
     return [*errors, str([float(param.double().sum()) for param in alike])]
 
 
-@pytest.mark.parametrize("way", ["drop-in", "module=", *WAYS])
+@pytest.mark.parametrize("way", ["drop-in", "module", *WAYS])
 @pytest.mark.parametrize("iteration", [0, 2])
 def test_a_step_that_fails_on_one_rank_fails_on_every_rank(way: str, iteration: int) -> None:
     first, second = run_ranks(_fail, 2, way, iteration)
@@ -75,7 +70,7 @@ class Unheard(Wrapped):
 def _go_on_after(way: str) -> tuple[int, str]:
     """Return the step that raises on this rank if rank 1 catches the error of step 2."""
     with behind_the_door(Unheard), mock.patch.object(lockstep, "WAITED_FOR", ()):
-        setup = _make(way, MLP_PROBLEM.fresh())
+        setup = _make(way)
         for step in range(6):
             Failing.armed = step == 2
             try:
@@ -88,7 +83,7 @@ def _go_on_after(way: str) -> tuple[int, str]:
     return -1, ""
 
 
-@pytest.mark.parametrize("way", ["drop-in", "module=", *WAYS])
+@pytest.mark.parametrize("way", ["drop-in", "module", *WAYS])
 def test_an_accelerator_s_ranks_learn_of_a_failed_step_in_the_second_one_after_it(way: str) -> None:
     said = "rank 0 counts 0 calls of step() that raised where rank 1 counts 1"
     for step, error in run_ranks(_go_on_after, 2, way):
@@ -98,7 +93,7 @@ def test_an_accelerator_s_ranks_learn_of_a_failed_step_in_the_second_one_after_i
 
 def _fail_everywhere(way: str) -> list[Any]:
     """Call `step` in a way that every rank's optimizer refuses, and then as it should be."""
-    setup = _make(way, MLP_PROBLEM.fresh())
+    setup = _make(way)
     Failing.armed = False
     setup.backward(0)
     with pytest.raises(TypeError):
@@ -107,24 +102,14 @@ def _fail_everywhere(way: str) -> list[Any]:
     return [float(param.double().sum()) for param in setup.module.parameters()]
 
 
-@pytest.mark.parametrize("way", ["drop-in", "module="])
+@pytest.mark.parametrize("way", ["drop-in", "module"])
 def test_a_step_that_fails_on_every_rank_may_be_repeated(way: str) -> None:
     first, second = run_ranks(_fail_everywhere, 2, way)
     assert first == second
 
 
-class _Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.body(x)
-        return result
-
-
 def _extra(what: str) -> None:
-    setup = with_zero(_Normed())
+    setup = with_zero(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
     for step in range(3):
         if step == 2 and rank() == 0:
             if what == "forward":

@@ -16,9 +16,9 @@ import surroundings
 import torch
 from doubles import AnyOrder
 from late import Late, Noted, in_flight
-from models import ADAMW, MLP, MLP_PROBLEM, failing, noise, rank, train, with_ddp
+from models import ADAMW, MLP, MLP_PROBLEM, noise, rank, train, with_ddp
 from on_ranks import on_ranks
-from problems import copies, differing
+from problems import assert_same, copies, differing
 from scenarios import MODULE, SCENARIOS, compared
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -119,16 +119,6 @@ def _together(model: nn.Module) -> list[Tensor]:
     return [part.view(p.shape) for part, p in zip(parts, model.parameters(), strict=True)]
 
 
-def _in_a_list_argument(model: nn.Module) -> list[Tensor]:
-    return torch._foreach_mul(list(model.parameters()), 1.0)  # type: ignore[no-any-return]
-
-
-def _out_argument(model: nn.Module) -> list[Tensor]:
-    return [
-        torch.mul(p, 1.0, out=torch.empty(p.shape)) for p in map(Tensor.detach, model.parameters())
-    ]
-
-
 def _averaged(model: nn.Module) -> list[Tensor]:
     """The first update of an average copies the model."""
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
@@ -165,6 +155,28 @@ def _numpy(param: Tensor) -> Tensor:
         return torch.from_numpy(param.detach().numpy().copy())
 
 
+def _assigned(param: Tensor) -> Tensor:
+    target = torch.zeros(param.shape)
+    with torch.no_grad():
+        target[...] = param
+    return target
+
+
+def _vector(model: nn.Module) -> list[Tensor]:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    other = MLP()
+    nn.utils.vector_to_parameters(vector, other.parameters())
+    return list(other.parameters())
+
+
+def _evaluated(model: nn.Module) -> list[Tensor]:
+    model.eval()
+    with torch.no_grad():
+        assert torch.isfinite(model(noise(0, 6, 16))).all()
+    model.train()
+    return copies(model.parameters())
+
+
 READS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
     "parameters": lambda model: copies(model.parameters()),
     "state_dict": lambda model: list(model.state_dict().values()),
@@ -198,109 +210,62 @@ READS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
     "operator": _from_a_list(lambda p: 1 * p),
     "right operand": _from_a_list(lambda p: torch.zeros(p.shape) + p),
     "in place into another": _from_a_list(lambda p: torch.zeros(p.shape).add_(p.data)),
-    "assignment into another": _from_a_list(lambda p: _assigned(p)),
+    "assignment into another": _from_a_list(_assigned),
     "cat": _together,
-    "foreach": _in_a_list_argument,
-    "out=": _out_argument,
-    "vector": lambda model: _vector(model),
+    "foreach": lambda model: torch._foreach_mul(list(model.parameters()), 1.0),
+    "out=": _from_a_list(lambda p: torch.mul(p.detach(), 1.0, out=torch.empty(p.shape))),
+    "vector": _vector,
     "average": _averaged,
     "functional_call": _called,
     "threads": _in_threads,
     "autograd function": _from_a_list(lambda p: _Scale.apply(p) / 2),
     "einsum": _from_a_list(lambda p: torch.einsum("...->...", p)),
-    "under inference_mode": lambda model: _inference(model),
-    "eval forward": lambda model: _evaluated(model),
+    "under inference_mode": torch.inference_mode()(_from_a_list(lambda p: p + 0)),
+    "eval forward": _evaluated,
 }
-
-
-def _assigned(param: Tensor) -> Tensor:
-    target = torch.zeros(param.shape)
-    with torch.no_grad():
-        target[...] = param
-    return target
-
-
-def _vector(model: nn.Module) -> list[Tensor]:
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    other = MLP()
-    nn.utils.vector_to_parameters(vector, other.parameters())
-    return list(other.parameters())
-
-
-def _inference(model: nn.Module) -> list[Tensor]:
-    with torch.inference_mode():
-        return [param + 0 for param in model.parameters()]
-
-
-def _evaluated(model: nn.Module) -> list[Tensor]:
-    model.eval()
-    with torch.no_grad():
-        assert torch.isfinite(model(noise(0, 6, 16))).all()
-    model.train()
-    return copies(model.parameters())
 
 
 @pytest.mark.parametrize("double", DOUBLES)
 @on_ranks(2)
-def test_no_way_of_reading_a_parameter_in_flight_sees_an_old_value(double: Any) -> list[str]:
+def test_no_way_of_reading_a_parameter_in_flight_sees_an_old_value(double: Any) -> None:
     ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
     train(ddp, MLP_PROBLEM, range(2))
     expected = ddp.params
-    failures = []
     for name, read in READS.items():
         zero = in_flight(double)
-        watched = [p for p in zero.module.parameters() if type(p) is not nn.Parameter]
-        if len(watched) != len(expected):
-            failures.append(f"{name}: only {len(watched)} in flight, so this shows nothing")
-        if not all(isinstance(p, nn.Parameter) for p in zero.module.parameters()):
-            failures.append(f"{name}: not a Parameter in flight")
-        try:
-            got = read(zero.module)
-        except Exception as error:
-            failures.append(f"{name}: {type(error).__name__}: {error}")
-            continue
-        if got and differing(expected, [t.detach() for t in got]):
-            failures.append(f"{name}: other values")
-        if {type(param) for param in zero.module.parameters()} != {nn.Parameter}:
-            failures.append(f"{name}: not landed")
-        if differing(expected, zero.params):
-            failures.append(f"{name}: has changed the model")
-    return failures
+        for param in zero.module.parameters():
+            assert type(param) is not nn.Parameter, f"{name}: not in flight, so this shows nothing"
+            assert isinstance(param, nn.Parameter), name
+        got = read(zero.module)
+        assert_same(expected if got else [], [t.detach() for t in got], name)
+        assert {type(param) for param in zero.module.parameters()} == {nn.Parameter}, name
+        assert_same(expected, zero.params, f"{name} has changed the model")
 
 
 # ------------------------------------------------------------------ the model and the optimizer
 
 
 @on_ranks(2)
-def test_converting_a_model_in_flight_converts_what_arrives() -> list[str]:
+def test_converting_a_model_in_flight_converts_what_arrives() -> None:
     ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
     train(ddp, MLP_PROBLEM, range(2))
-    checks = []
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         zero = in_flight()
         zero.module.to(dtype)
-        got = copies(zero.module.parameters())
-        checks.append((str(dtype), differing([p.to(dtype) for p in ddp.params], got)))
-    return failing(checks)
+        assert_same([p.to(dtype) for p in ddp.params], zero.params, dtype)
 
 
 @on_ranks(2)
-def test_the_optimizers_state_is_complete_while_parameters_are_in_flight() -> list[str]:
+def test_the_optimizers_state_is_complete_while_parameters_are_in_flight() -> None:
     ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
     train(ddp, MLP_PROBLEM, range(2))
     expected = ddp.opt.state_dict()["state"]
     zero = in_flight()
     zero.opt.consolidate_state_dict(to=1)
-    failures = []
     if rank() == 1:
         got = zero.opt.state_dict()["state"]
-        failures += [
-            f"{index} {key}"
-            for index, entry in expected.items()
-            for key, value in entry.items()
-            if differing([value], [got[index][key]])
-        ]
+        for index, entry in expected.items():
+            assert_same(list(entry.values()), [got[index][key] for key in entry], index)
     zero = in_flight()
     whole = zero.opt.full_state("layers.1.weight")
-    failures += [key for key, value in expected[2].items() if differing([value], [whole[key]])]
-    return failures
+    assert_same(list(expected[2].values()), [whole[key] for key in expected[2]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -41,7 +40,8 @@ def at_once(state, bucket):  # type: ignore[no-untyped-def]
     return future
 
 
-def rebuilt_buckets() -> tuple[int, int]:
+@on_ranks(2)
+def test_ddp_has_several_buckets_in_these_tests_and_rebuilds_them() -> None:
     """How many buckets DDP has at first, and after it has seen the order of gradients."""
     seen: list[int] = []
 
@@ -54,13 +54,9 @@ def rebuilt_buckets() -> tuple[int, int]:
     first = len(seen)
     setup.finish()
     setup.backward(1)
-    return first, len(seen) - first
-
-
-def test_ddp_has_several_buckets_in_these_tests_and_rebuilds_them() -> None:
-    for first, then in run_ranks(rebuilt_buckets, 2):
-        assert then > 2
-        assert first != then
+    then = len(seen) - first
+    assert then > 2
+    assert first != then
 
 
 # ---------------------------------------------------------------------- classes that count steps
@@ -271,23 +267,8 @@ def tie(way: str, model: Any, opt: Any) -> None:
         HOOKS[way](allreduce_hook, model, opt)
 
 
-def without_overlap(way: str) -> None:
-    model = in_ddp(MLP())
-    tie(way, model, make_zero(model, overlap_with_ddp=False))
-
-
-def other_parameters(way: str) -> None:
-    tie(way, in_ddp(MLP()), make_zero(MLP()))
-
-
-def not_in_ddp(way: str) -> None:
-    model = MLP()
-    tie(way, model, make_zero(model))
-
-
-def the_wrong_way_round(way: str) -> None:
-    model = in_ddp(MLP())
-    tie(way, make_zero(model), model)
+def tied(way: str, model: Any, **options: Any) -> None:
+    tie(way, model, make_zero(model, **options))
 
 
 def too_few_parameters(way: str) -> None:
@@ -295,11 +276,6 @@ def too_few_parameters(way: str) -> None:
     tie(way, model, make_zero(model.module.layers))
     model.module.late = nn.Linear(3, 3)
     tie(way, model, make_zero(model.module.layers))
-
-
-def never_tied(way: str) -> None:
-    model = in_ddp(MLP())
-    make_zero(model).step()
 
 
 def never_registered(way: str) -> None:
@@ -310,74 +286,72 @@ def never_registered(way: str) -> None:
     opt.step()
 
 
-def module_too(way: str) -> None:
-    model = MLP()
-    make_zero(model, module=model)
-
-
 def ignored_by_ddp(way: str) -> None:
     module: Any = MLP()
     module._ddp_params_and_buffers_to_ignore = ["layers.2.weight"]
-    model = in_ddp(module)
-    tie(way, model, make_zero(model))
+    tied(way, in_ddp(module))
 
 
 def beyond_ddp(way: str) -> None:
     alone = [dist.new_group([each]) for each in range(2)][rank()]
-    model = in_ddp(MLP(), process_group=alone)
-    tie(way, model, make_zero(model))
+    tied(way, in_ddp(MLP(), process_group=alone))
 
 
-def not_all_joined(way: str) -> None:
-    setup = overlapping(way, MLP())
-    with Join([setup.model]):  # type: ignore[list-item]
-        for step in range(2 + rank()):
-            setup.backward(step)
-
-
-def joined_the_other_way_round(way: str) -> None:
-    setup = overlapping(way, MLP())
-    with Join([setup.opt, setup.model]):  # type: ignore[list-item]
-        for step in range(2 + rank()):
-            setup.backward(step)
-
-
-ERRORS: dict[Callable[[str], None], tuple[type[Exception], str]] = {
-    without_overlap: (ValueError, "constructed with overlap_with_ddp=True"),
-    other_parameters: (ValueError, "parameter 0 of the optimizer is not a parameter of the DDP"),
-    not_in_ddp: (TypeError, "has to be a DistributedDataParallel and zero .* not a MLP and a Zero"),
-    the_wrong_way_round: (TypeError, "not a ZeroRedundancyOptimizer and a DistributedData"),
-    too_few_parameters: (ValueError, "'late.weight' of the DDP module trains but was not given"),
-    never_tied: (RuntimeError, r"no DDP module was tied.*register\(ddp, optimizer\)"),
-    never_registered: (RuntimeError, r"but none was: register the hook with ddp.register_comm"),
-    module_too: (ValueError, "module= replaces DDP: leave out overlap_with_ddp=True"),
-    ignored_by_ddp: (ValueError, "'layers.2.weight' .* in DDP's parameters_to_ignore"),
-    beyond_ddp: (ValueError, r"\[0, 1\], reaches beyond the DDP module's, of ranks \[[01]\]"),
-    not_all_joined: (RuntimeError, r"use Join\(\[ddp, zero\]\)"),
-    joined_the_other_way_round: (RuntimeError, r"use Join\(\[ddp, zero\]\)"),
-}
+#: Mistakes that are found before anything is sent, so that ranks are fit for the next one.
+ERRORS: list[tuple[Callable[[str], None], type[Exception], str]] = [
+    (
+        lambda way: tied(way, in_ddp(MLP()), overlap_with_ddp=False),
+        *(ValueError, "constructed with overlap_with_ddp=True"),
+    ),
+    (
+        lambda way: tie(way, in_ddp(MLP()), make_zero(MLP())),
+        *(ValueError, "parameter 0 of the optimizer is not a parameter of the DDP"),
+    ),
+    (
+        lambda way: tied(way, MLP()),
+        *(TypeError, "has to be a DistributedDataParallel and zero .* not a MLP and a Zero"),
+    ),
+    (
+        lambda way: tie(way, make_zero(model := in_ddp(MLP())), model),
+        *(TypeError, "not a ZeroRedundancyOptimizer and a DistributedData"),
+    ),
+    (too_few_parameters, ValueError, "'late.weight' of the DDP module trains but was not given"),
+    (
+        lambda way: make_zero(in_ddp(MLP())).step(),
+        *(RuntimeError, r"no DDP module was tied.*register\(ddp, optimizer\)"),
+    ),
+    (never_registered, RuntimeError, r"but none was: register the hook with ddp.register_comm"),
+    (
+        lambda way: make_zero(model := MLP(), module=model),
+        *(ValueError, "module= replaces DDP: leave out overlap_with_ddp=True"),
+    ),
+    (ignored_by_ddp, ValueError, "'layers.2.weight' .* in DDP's parameters_to_ignore"),
+    (
+        beyond_ddp,
+        *(ValueError, r"\[0, 1\], reaches beyond the DDP module's, of ranks \[[01]\]"),
+    ),
+]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_mistakes_are_refused_on_every_rank(way: str) -> list[str]:
-    """Mistakes that are found before anything is sent leave the ranks fit for the next one."""
-    checks = []
-    for mistake, (error, match) in ERRORS.items():
-        if mistake in (not_all_joined, joined_the_other_way_round):
-            continue
-        try:
+def test_mistakes_are_refused_on_every_rank(way: str) -> None:
+    for mistake, error, match in ERRORS:
+        with pytest.raises(error, match=match):
             mistake(way)
-            checks.append((mistake.__name__, "nothing raised"))
-        except error as raised:
-            checks.append((mistake.__name__, not re.search(match, str(raised)) and str(raised)))
-    return failing(checks)
+
+
+def join_wrongly(way: str, with_zero: bool) -> None:
+    setup = overlapping(way, MLP())
+    with Join([setup.opt, setup.model] if with_zero else [setup.model]):  # type: ignore[list-item]
+        for step in range(2 + rank()):
+            setup.backward(step)
 
 
 def test_the_optimizer_joins_behind_ddp() -> None:
-    mistakes = (not_all_joined, joined_the_other_way_round)
-    cases = [(mistake, *ERRORS[mistake], way) for mistake in mistakes for way in WAYS]
-    each_raises_on_every_rank(2, cases)
+    match = r"use Join\(\[ddp, zero\]\)"
+    runs = itertools.product(WAYS, (False, True))
+    each_raises_on_every_rank(2, [(join_wrongly, RuntimeError, match, *run) for run in runs])
 
 
 class Complex(torch.nn.Module):
@@ -386,13 +360,8 @@ class Complex(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
 
 
-def _tie_complex(way: str) -> None:
-    model = in_ddp(Complex())
-    tie(way, model, make_zero(model))
-
-
+@on_ranks(2)
 def test_complex_parameters_are_refused_where_ddp_shows_them_as_real() -> None:
-    ways = ("interleaved", "register")
-    each_raises_on_every_rank(
-        2, [(_tie_complex, ValueError, "'weight' is complex", way) for way in ways]
-    )
+    for way in ("interleaved", "register"):
+        with pytest.raises(ValueError, match="'weight' is complex"):
+            tied(way, in_ddp(Complex()))

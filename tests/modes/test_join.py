@@ -7,18 +7,17 @@ right ones. What is done under DDP is in `uneven`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
+from models import MLP_PROBLEM
 from on_ranks import on_ranks
-from problems import LAYOUTS, copies, differing, make_params, set_gradients
-from ranks import run_ranks
+from problems import LAYOUTS, assert_same, copies, differing, make_params, set_gradients
+from scenarios import sharded
 from torch import Tensor, nn, optim
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.distributed.algorithms.join import Join, Joinable
+from uneven import joined
 
 from shardstep import ZeroRedundancyOptimizer
 
@@ -58,79 +57,15 @@ def _joined(inputs: int, layout: str = "sliced", view: bool = False, **join: Any
     return copies(params)
 
 
-def _alone() -> list[list[int]]:
-    """Torch's own class hangs when it is the first or only joinable."""
+@on_ranks(2, 3)
+def test_joined_ranks_go_on_updating_what_they_own() -> None:
+    """As the only joinable, where torch's own class hangs."""
     expected = _unsharded(_most())
-    return [differing(expected, _joined(_inputs(), *each)) for each in COMBINATIONS]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_joined_ranks_go_on_updating_what_they_own(world_size: int) -> None:
-    assert run_ranks(_alone, world_size) == [[[]] * 4] * world_size
-
-
-class _Beat(Joinable):
-    """A first joinable that only counts: torch's own class cannot be the first."""
-
-    class _Nothing(JoinHook):
-        """Does nothing while others go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return self._Nothing()
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return dist.group.WORLD
-
-
-def _behind_another() -> list[list[int]]:
-    """The second of two joinables, as it is with DDP."""
-
-    def run(make: Callable[[list[nn.Parameter]], Any]) -> list[Tensor]:
-        params = make_params([(53, 17), (7,), (1009,), (1,)], frozen=())
-        opt, beat = make(params), _Beat()
-        set_gradients(params, 0, missing=False)
-        with Join([beat, opt]):
-            for _ in range(_inputs()):
-                Join.notify_join_context(beat)
-                opt.step()
-        return copies(params)
-
-    def ours(params: list[nn.Parameter], layout: str, view: bool) -> ZeroRedundancyOptimizer:
-        return ZeroRedundancyOptimizer(params, optim.SGD, None, view, layout=layout, **OPTIONS)
-
-    expected = run(lambda params: TorchZero(params, optim.SGD, **OPTIONS))
-    return [
-        differing(expected, run(lambda params, each=each: ours(params, *each)))
-        for each in COMBINATIONS
-    ]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_joining_behind_another_joinable_equals_torchs_own_class(world_size: int) -> None:
-    assert run_ranks(_behind_another, world_size) == [[[]] * 4] * world_size
-
-
-@on_ranks(3)
-def test_a_rank_without_any_input_takes_every_step() -> list[int]:
-    """Rank 0 goes on longest, and one rank has no input at all."""
+    for each in COMBINATIONS:
+        assert_same(expected, _joined(_inputs(), *each), each)
+    # Rank 0 goes on longest, and one rank has no input at all.
     last = dist.get_world_size() - 1
-    return differing(_unsharded(2 * last), _joined(2 * (last - dist.get_rank())))
-
-
-def _even_inputs() -> list[list[int]]:
-    return [differing(_unsharded(3), _joined(3, enable=enable)) for enable in (True, False)]
-
-
-def test_even_inputs_and_a_disabled_context_change_nothing() -> None:
-    assert run_ranks(_even_inputs, 2) == [[[], []]] * 2
+    assert_same(_unsharded(2 * last), _joined(2 * (last - dist.get_rank())))
 
 
 @on_ranks(2)
@@ -165,18 +100,16 @@ def test_joining_within_a_subgroup() -> list[int]:
     return differing(_unsharded(3), params)
 
 
-def _state_after_joining() -> list[int]:
+@pytest.mark.parametrize("mode", ["drop-in", "module"])
+@on_ranks(2)
+def test_the_state_of_joined_ranks_is_current(mode: str) -> None:
     """Every rank has kept its part of the state current, so what is saved is the last step's."""
-    opt = ZeroRedundancyOptimizer(_params(), optim.Adam)
+    setup = sharded(mode, MLP_PROBLEM.fresh())
+    opt = setup.opt
     assert isinstance(opt, Joinable)
     assert (str(opt.join_device), opt.join_process_group) == ("cpu", dist.group.WORLD)
-    with Join([opt]):
-        for _ in range(_inputs()):
-            opt.step()
+    joined(setup, 4 * dist.get_rank())
     opt.consolidate_state_dict(to=0)
-    state = {} if opt.rank else opt.state_dict()["state"]
-    return sorted({int(entry["step"]) for entry in state.values()})
-
-
-def test_the_state_of_joined_ranks_is_current() -> None:
-    assert run_ranks(_state_after_joining, 2) == [[5], []]
+    if opt.rank == 0:
+        steps = {int(entry["step"]) for entry in opt.state_dict()["state"].values()}
+        assert steps == {4}

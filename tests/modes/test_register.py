@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ddp_ways import expected, in_ddp, overlapping
 from models import MLP, MLP_PROBLEM, rank, train
 from on_ranks import on_ranks
 from problems import differing
-from ranks import run_ranks
 from torch import nn, optim
 from traffic import counted
 
@@ -29,20 +29,21 @@ def sent(**ddp: Any) -> tuple[float, int]:
     return traffic.nbytes.total() / STEPS, sum(param.nbytes for param in model.parameters())
 
 
-def traffic_of_register() -> list[tuple[float, int]]:
+@on_ranks(2, 4)
+def test_a_step_sends_two_thirds_of_what_an_all_reduce_and_a_gather_would() -> None:
     options = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
-    return [sent(bucket_cap_mb=25), *(sent(bucket_cap_mb=25, **{name: True}) for name in options)]
+    world_size = torch.distributed.get_world_size()
+    measured = [
+        sent(bucket_cap_mb=25),
+        *(sent(bucket_cap_mb=25, **{name: True}) for name in options),
+    ]
+    for nbytes_sent, nbytes in measured:
+        planned = 2 * (world_size - 1) / world_size * nbytes
+        assert planned * 0.99 <= nbytes_sent <= planned * 1.02
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_step_sends_two_thirds_of_what_an_all_reduce_and_a_gather_would(world_size: int) -> None:
-    for measured in run_ranks(traffic_of_register, world_size):
-        for nbytes_sent, nbytes in measured:
-            planned = 2 * (world_size - 1) / world_size * nbytes
-            assert planned * 0.99 <= nbytes_sent <= planned * 1.02
-
-
-def collectives() -> tuple[int, int]:
+@on_ranks(2)
+def test_ddp_itself_sends_nothing() -> None:
     """How often DDP's group is used in a step: with a hook that reduces, and with ours."""
     counts = []
     for way in ("hook", "register"):
@@ -52,16 +53,13 @@ def collectives() -> tuple[int, int]:
         before = group._get_sequence_number_for_group()
         train(setup, MLP_PROBLEM, range(2, 3))
         counts.append(group._get_sequence_number_for_group() - before)
-    return counts[0], counts[1]
+    reducing, offering = counts[0], counts[1]
+    assert reducing > 0
+    assert offering == 0
 
 
-def test_ddp_itself_sends_nothing() -> None:
-    for reducing, offering in run_ranks(collectives, 2):
-        assert reducing > 0
-        assert offering == 0
-
-
-def looking_at_gradients() -> bool:
+@on_ranks(2)
+def test_gradients_are_with_their_owners() -> None:
     plain, setup = expected(MLP_PROBLEM.fresh()), overlapping("register", MLP_PROBLEM.fresh())
     for step in range(3):
         plain.backward(step)
@@ -77,11 +75,7 @@ def looking_at_gradients() -> bool:
         # Once cleared they are gone, and asking for them does not bring them back.
         assert all(setup.opt.full_grad(mine) is None for _, mine in pairs)
         assert all(mine.grad is None for _, mine in pairs)
-    return differing(plain.params, setup.params) == []
-
-
-def test_gradients_are_with_their_owners() -> None:
-    assert run_ranks(looking_at_gradients, 2) == [True, True]
+    assert differing(plain.params, setup.params) == []
 
 
 @on_ranks(2)

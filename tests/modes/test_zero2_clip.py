@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +23,7 @@ from models import (
     with_zero,
 )
 from on_ranks import on_ranks
-from problems import copies, differing, same_bits
+from problems import LAYOUTS, assert_same, same_bits
 from ranks import run_ranks
 from torch import Tensor, nn, optim
 from torch.amp import GradScaler
@@ -55,28 +55,24 @@ def _clip_all(setup: Setup, problem: Problem, norm_type: float) -> list[Tensor]:
     return norms
 
 
-def _against_ddp() -> tuple[list[str], list[Tensor]]:
-    failures = []
+def _against_ddp() -> list[Tensor]:
     seen: list[Tensor] = []
-    for name, problem in CLIPPED.items():
-        for norm_type in (1.0, 2.0, float("inf"), 3.5):
-            ddp = with_ddp(problem.fresh(), SGD, find_unused_parameters=problem.find_unused)
-            expected = _clip_all(ddp, problem, norm_type)
-            for layout in ("sliced", "whole"):
-                zero = with_zero(problem.fresh(), SGD, layout=layout)
-                got = _clip_all(zero, problem, norm_type)
-                seen += got
-                # A bfloat16 gradient has its own norm rounded to bfloat16, a part of it apart.
-                # A 1-norm is a sum of 50,000 numbers in single precision; torch's own is as far
-                # from the exact one.
-                single = 3e-6 if norm_type == 1 else 1e-6
-                tolerance = 5e-3 if name == "mixed dtypes" else single
-                for a, b in zip(expected, got, strict=True):
-                    if not torch.allclose(a.float(), b.float(), rtol=tolerance, atol=0):
-                        failures.append(f"{name}, {norm_type}, {layout}: norm {a} came as {b}")
-                if furthest(ddp.params, zero.params) > max(1e-5, tolerance):
-                    failures.append(f"{name}, {norm_type}, {layout}: parameters")
-    return failures, seen
+    for case in itertools.product(CLIPPED, (1.0, 2.0, float("inf"), 3.5)):
+        problem, norm_type = CLIPPED[case[0]], case[1]
+        ddp = with_ddp(problem.fresh(), SGD, find_unused_parameters=problem.find_unused)
+        expected = _clip_all(ddp, problem, norm_type)
+        # A bfloat16 gradient has its own norm rounded to bfloat16, a part of it apart. A 1-norm is
+        # a sum of 50,000 numbers in single precision; torch's own is as far from the exact one.
+        single = 3e-6 if norm_type == 1 else 1e-6
+        tolerance = 5e-3 if case[0] == "mixed dtypes" else single
+        for layout in LAYOUTS:
+            zero = with_zero(problem.fresh(), SGD, layout=layout)
+            got = _clip_all(zero, problem, norm_type)
+            seen += got
+            for a, b in zip(expected, got, strict=True):
+                assert torch.allclose(a.float(), b.float(), rtol=tolerance, atol=0), (case, a, b)
+            assert furthest(ddp.params, zero.params) <= max(1e-5, tolerance), (case, layout)
+    return seen
 
 
 @pytest.mark.slow
@@ -85,16 +81,15 @@ def test_norms_and_clipped_steps_equal_those_under_ddp_and_are_the_same_on_all_r
     world_size: int,
 ) -> None:
     """Both layouts, unused parameters, a rank that owns nothing: each element counts once."""
-    outcomes = run_ranks(_against_ddp, world_size, timeout=110)
-    for failures, norms in outcomes:
-        assert failures == []
-        assert differing(outcomes[0][1], norms) == []
+    first, *others = run_ranks(_against_ddp, world_size, timeout=110)
+    for norms in others:
+        assert_same(first, norms)
 
 
 @on_ranks(1, 2, 3)
 def test_every_element_counts_once() -> None:
     """A gradient of ones: the 1-norm is the number of elements."""
-    for layout in ("sliced", "whole"):
+    for layout in LAYOUTS:
         zero = with_zero(MLP_PROBLEM.fresh(), SGD, layout=layout)
         sum(param.sum() for param in zero.module.parameters()).backward()
         norm = zero.clip(1e9, 1.0).item()
@@ -102,51 +97,39 @@ def test_every_element_counts_once() -> None:
         assert norm == count, f"{layout}: {norm} for {count} elements"
 
 
-def _traffic() -> tuple[int, int]:
+@on_ranks(2)
+def test_clipping_costs_one_small_collective() -> None:
     with counted() as traffic:
         zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     zero.backward(0)
     zero.clip(1.0)  # the gradients have arrived now
     traffic.reset()
     zero.clip(1.0)
-    return traffic.calls.total(), traffic.nbytes.total()
-
-
-def test_clipping_costs_one_small_collective() -> None:
-    for calls, nbytes in run_ranks(_traffic, 2):
-        assert calls == 1
-        assert nbytes <= 16
+    assert traffic.calls.total() == 1
+    assert traffic.nbytes.total() <= 16
 
 
 @on_ranks(2)
-def test_a_norm_that_is_not_finite_raises_on_every_rank_if_asked_to() -> list[str]:
+def test_a_norm_that_is_not_finite_raises_on_every_rank_if_asked_to() -> None:
     """One rank has a NaN in its batch: all ranks raise, and nothing was scaled."""
-    failures = []
-    for layout in ("sliced", "whole"):
-        for bad in (float("nan"), float("inf")):
-            zero = with_zero(MLP_PROBLEM.fresh(), SGD, layout=layout)
-            loss = MLP_PROBLEM.loss(zero.model, 0)
-            (loss * bad if rank() == 0 else loss).backward()
-            try:
-                zero.clip(1.0, error_if_nonfinite=True)
-                failures.append(f"{layout}, {bad}: did not raise")
-            except RuntimeError as error:
-                if "cannot be clipped" not in str(error):
-                    failures.append(f"{layout}, {bad}: {error}")
-            if torch.isfinite(zero.clip(1.0)):
-                failures.append(f"{layout}, {bad}: the norm is finite")
-            zero.opt.zero_grad()
-            zero.backward(0)
+    for layout, bad in itertools.product(LAYOUTS, (float("nan"), float("inf"))):
+        zero = with_zero(MLP_PROBLEM.fresh(), SGD, layout=layout)
+        loss = MLP_PROBLEM.loss(zero.model, 0)
+        (loss * bad if rank() == 0 else loss).backward()
+        with pytest.raises(RuntimeError, match="cannot be clipped"):
             zero.clip(1.0, error_if_nonfinite=True)
-            zero.finish()
-    return failures
+        assert not torch.isfinite(zero.clip(1.0))
+        zero.opt.zero_grad()
+        zero.backward(0)
+        zero.clip(1.0, error_if_nonfinite=True)
+        zero.finish()
 
 
 # -------------------------------------------------------- what would clip a part, or nothing at all
 
 
 @on_ranks(2)
-def test_whatever_would_see_a_part_of_a_gradient_raises_and_names_what_to_call() -> list[str]:
+def test_whatever_would_see_a_part_of_a_gradient_raises_and_names_what_to_call() -> None:
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     params = list(zero.module.parameters())
     acts: dict[str, Callable[[], object]] = {
@@ -169,15 +152,10 @@ def test_whatever_would_see_a_part_of_a_gradient_raises_and_names_what_to_call()
         "to": lambda: params[0].grad.to(torch.float64),
     }
     zero.backward(0)
-    failures = []
-    for name, act in acts.items():
-        try:
+    named = r"layers\..*optimizer\.clip_grad_norm_|not supported for tensor subclasses"
+    for act in acts.values():
+        with pytest.raises(Exception, match=named):
             act()
-            failures.append(f"{name} was done")
-        except Exception as error:
-            named = "optimizer.clip_grad_norm_" in str(error) and "layers." in str(error)
-            if not named and "not supported for tensor subclasses" not in str(error):
-                failures.append(f"{name}: {type(error).__name__}: {error}")
     # Nothing of this has done any harm, and what can be known of a gradient is.
     for param in params:
         assert param.grad is not None
@@ -187,7 +165,7 @@ def test_whatever_would_see_a_part_of_a_gradient_raises_and_names_what_to_call()
     reference.backward(0)
     for setup in (zero, reference):
         setup.finish()
-    return failures + [f"harm {n}" for n in differing(reference.params, zero.params)]
+    assert_same(reference.params, zero.params)
 
 
 def _by_hand(setup: Any, params: list[Any]) -> Any:
@@ -230,10 +208,9 @@ def test_torch_s_functions_clip_sharded_gradients_as_ddp_s(layout: str) -> None:
             ours, theirs = ([r] if isinstance(r, Tensor) else r for r in results)
             pairs += zip(ours, theirs, strict=True)
         exact = layout == "whole" and name != "twice"
+        near = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-8}
         for ours, theirs in pairs:
-            assert torch.allclose(
-                ours, theirs, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-8
-            ), f"{name}: {ours} is not {theirs}"
+            assert torch.allclose(ours, theirs, **near), f"{name}: {ours} is not {theirs}"
 
 
 @on_ranks(2)
@@ -255,72 +232,50 @@ def test_norms_by_name_and_clipping_by_value() -> None:
 
 
 @on_ranks(2)
-def test_a_stand_in_is_not_taken_for_the_gradient_of_another_parameter() -> list[str]:
+def test_a_stand_in_is_not_taken_for_the_gradient_of_another_parameter() -> None:
     """One parameter is given what stands in another one's `grad`; its numbers are not in it."""
     zero, other = (with_zero(MLP_PROBLEM.fresh(), SGD) for _ in range(2))
     target = zero.module.get_parameter("layers.1.weight")
     sources = [setup.module.get_parameter("layers.2.weight") for setup in (zero, other)]
-    acts: dict[str, Callable[[], object]] = {
-        "step": zero.opt.step,
-        "clip": lambda: zero.clip(1.0),
-        "full_grad": lambda: zero.opt.full_grad("layers.2.weight"),
-        "backward": lambda: zero.backward(1),
-    }
-    failures = []
-    for source in sources:
-        for name, act in acts.items():
-            zero.backward(0)
-            other.backward(0)
-            target.grad = source.grad
-            try:
-                act()
-                failures.append(f"{name} was done")
-            except RuntimeError as error:
-                if not re.search(
-                    r"layers\.1\.weight.*full_grad\('layers\.2\.weight'\)", str(error)
-                ):
-                    failures.append(f"{name}: {error}")
-            zero.opt.zero_grad()
-            other.opt.zero_grad()
+    acts: list[Callable[[], object]] = [
+        zero.opt.step,
+        lambda: zero.clip(1.0),
+        lambda: zero.opt.full_grad("layers.2.weight"),
+        lambda: zero.backward(1),
+    ]
+    match = r"layers\.1\.weight.*full_grad\('layers\.2\.weight'\)"
+    for source, act in itertools.product(sources, acts):
+        zero.backward(0)
+        other.backward(0)
+        target.grad = source.grad
+        with pytest.raises(RuntimeError, match=match):
+            act()
+        zero.opt.zero_grad()
+        other.opt.zero_grad()
     reference = with_ddp(MLP_PROBLEM.fresh(), SGD)
     for setup in (zero, reference):
         train(setup, MLP_PROBLEM, range(2))
-    return failures + [f"harm {n}" for n in differing(reference.params, zero.params)]
+    assert_same(reference.params, zero.params)
 
 
 # ----------------------------------------------------------------------------------- GradScaler
 
 
-def _verdicts() -> list[tuple[float, list[Tensor]]]:
-    """Three ranks, one of which owns nothing, and each in turn has the infinity."""
-    outcomes = []
-    for bad in range(3):
-        for layout in ("sliced", "whole"):
-            problem = CLIPPED["tiny"]
-            zero = with_zero(problem.fresh(), SGD, layout=layout)
-            scaler = GradScaler("cpu", init_scale=64.0)
-            before = copies(zero.module.parameters())
-            loss = problem.loss(zero.model, 0)
-            scaler.scale(loss * float("inf") if rank() == bad else loss).backward()
-            scaler.unscale_(zero.opt)
-            scaler.step(zero.opt)
-            scaler.update()
-            outcomes.append(
-                (scaler.get_scale(), [a - b for a, b in zip(before, zero.params, strict=True)])
-            )
-    return outcomes
-
-
+@on_ranks(3)
 def test_one_ranks_infinity_is_everybodys_even_for_a_rank_that_owns_nothing() -> None:
-    for outcomes in run_ranks(_verdicts, 3):
-        for scale, changes in outcomes:
-            assert scale == 32.0
-            assert not any(change.any() for change in changes)
-
-
-def _clip_without_gradients() -> Tensor:
-    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
-    return zero.clip(1.0)
+    """Three ranks, one of which owns nothing, and each in turn has the infinity."""
+    problem = CLIPPED["tiny"]
+    for bad, layout in itertools.product(range(3), LAYOUTS):
+        zero = with_zero(problem.fresh(), SGD, layout=layout)
+        scaler = GradScaler("cpu", init_scale=64.0)
+        before = zero.params
+        loss = problem.loss(zero.model, 0)
+        scaler.scale(loss * float("inf") if rank() == bad else loss).backward()
+        scaler.unscale_(zero.opt)
+        scaler.step(zero.opt)
+        scaler.update()
+        assert scaler.get_scale() == 32.0
+        assert not any((a - b).any() for a, b in zip(before, zero.params, strict=True))
 
 
 class _WithNothing(nn.Module):
@@ -335,17 +290,12 @@ class _WithNothing(nn.Module):
         return self.weight.square().sum() + self.nothing.sum()
 
 
-def _clip_with_nothing(dtype: torch.dtype) -> list[float]:
-    module = _WithNothing().to(dtype)
-    opt = ZeroRedundancyOptimizer(module.parameters(), optim.SGD, module=module, lr=0.1)
-    module().backward()
-    return [opt.clip_grad_norm_(100.0, norm_type).item() for norm_type in (torch.inf, 1.0)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_an_empty_parameter_counts_for_nothing_in_any_norm(world_size: int) -> None:
+@on_ranks(1, 2, 4)
+def test_an_empty_parameter_counts_for_nothing_in_any_norm() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert run_ranks(_clip_with_nothing, world_size, dtype) == [[10.0, 30.0]] * world_size
+        zero = with_zero(_WithNothing().to(dtype), SGD)
+        zero.module().backward()
+        assert [zero.clip(100.0, norm_type) for norm_type in (torch.inf, 1.0)] == [10.0, 30.0]
 
 
 class _Double(nn.Module):
@@ -359,25 +309,23 @@ class _Double(nn.Module):
         return self.weight.abs().square().sum() + self.bias.square().sum()
 
 
-def _clip_double(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@on_ranks(2)
+def test_the_norm_is_as_precise_as_the_most_precise_gradient(dtype: torch.dtype) -> None:
     """The norm of gradients of 64 bits a number, and torch's own."""
     divided, plain = _Double(dtype), _Double(dtype)
     opt = ZeroRedundancyOptimizer(divided.parameters(), optim.SGD, module=divided, lr=0.1)
     divided().backward()
     plain().backward()
-    return opt.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    norm, expected = opt.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert norm.dtype == torch.float64
+    torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_the_norm_is_as_precise_as_the_most_precise_gradient(dtype: torch.dtype) -> None:
-    for norm, expected in run_ranks(_clip_double, 2, dtype):
-        assert norm.dtype == torch.float64
-        torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
-
-
+@on_ranks(2)
 def test_without_gradients_the_norm_is_zero() -> None:
-    for norm in run_ranks(_clip_without_gradients, 2):
-        assert same_bits(norm, torch.tensor(0.0))
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    assert same_bits(zero.clip(1.0), torch.tensor(0.0))
 
 
 @on_ranks(2, raises=RuntimeError, match="already been called")
@@ -389,7 +337,8 @@ def test_unscaling_twice_raises_on_every_rank() -> None:
     scaler.unscale_(zero.opt)
 
 
-def _held_back() -> tuple[list[float], list[Tensor]]:
+@on_ranks(2)
+def test_gradients_that_no_sync_held_back_are_not_taken_for_everybodys() -> None:
     """Only backward passes under `no_sync`, an infinity on one rank, then a scaler's step."""
     torch.manual_seed(0)
     model = nn.Linear(96, 16)
@@ -407,10 +356,5 @@ def _held_back() -> tuple[list[float], list[Tensor]]:
         scaler.update()
         opt.zero_grad()
         scales.append(scaler.get_scale())
-    return scales, copies(model.parameters())
-
-
-def test_gradients_that_no_sync_held_back_are_not_taken_for_everybodys() -> None:
-    (scales, params), (others, theirs) = run_ranks(_held_back, 2)
-    assert scales == others == [2.0, 1.0, 1.0, 1.0]
-    assert not differing(params, theirs)
+    assert scales == [2.0, 1.0, 1.0, 1.0]
+    opt.verify()  # all ranks have the same parameters

@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from doubles import Wrapped, behind_the_door
-from graphs import BRANCHES, Checkpointed, Opaque, Reaching, branching
+from graphs import Checkpointed, Opaque, Reaching
 from models import (
-    ADAMW,
     MLP,
     MLP_PROBLEM,
     SGD,
@@ -23,24 +22,11 @@ from models import (
     with_zero,
 )
 from on_ranks import on_ranks
-from problems import copies, differing
+from problems import differing
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from shardstep.comm import Work
-
-
-@on_ranks(2)
-def test_a_parameter_that_nobody_uses_is_not_touched() -> list[str]:
-    """Neither weight decay nor momentum, nor a state, for what nobody has used."""
-    problem = branching(BRANCHES["others on each rank"])
-    zero = with_zero(problem.fresh(), ADAMW)
-    before = copies(zero.module.get_submodule("never").parameters())
-    train(zero, problem, range(4))
-    after = copies(zero.module.get_submodule("never").parameters())
-    states = [zero.opt.full_state(f"never.{name}") for name in ("weight", "bias")]
-    used = zero.opt.full_state("branches.2.weight")
-    return failing([("changed", differing(before, after)), ("state", any(states) or not used)])
 
 
 def _square_of(layers: nn.ModuleList, x: Tensor) -> Tensor:

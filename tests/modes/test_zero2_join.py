@@ -3,50 +3,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import ADAMW, MLP_PROBLEM, PROBLEMS, SGD, furthest, noise, rank, with_zero, world_size
-from problems import copies, differing
+from models import MLP_PROBLEM, PROBLEMS, SGD, furthest, noise, rank, with_zero, world_size
+from on_ranks import on_ranks
+from problems import assert_same, copies, differing
 from ranks import each_raises_on_every_rank, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from uneven import joined
 
 from shardstep import ZeroRedundancyOptimizer
 
 Loss = Callable[[nn.Module, int, int], Tensor]
 
 
-def _mlp_loss(model: nn.Module, step: int, of: int) -> Tensor:
-    loss: Tensor = model(noise(step, 6, 16, of=of)).square().mean()
-    return loss
+def _mlp_loss(model: nn.Module, step: int, ranks: Sequence[int]) -> Tensor:
+    losses = [model(noise(step, 6, 16, of=each)).square().mean() for each in ranks]
+    return torch.stack(losses).sum()
 
 
 def _num_inputs(of: int, reverse: bool) -> int:
     return 3 + 2 * (world_size() - 1 - of if reverse else of)
-
-
-def _nothing_at_all() -> list[Tensor]:
-    """A rank without a single batch ends with the others' model."""
-    zero = with_zero(MLP_PROBLEM.fresh(), ADAMW)
-    with Join([zero.opt]):
-        for step in range(4 * rank()):
-            zero.backward(step)
-            zero.finish()
-    zero.opt.consolidate_state_dict(to=0)
-    steps = []
-    if rank() == 0:
-        steps = [entry["step"] for entry in zero.opt.state_dict()["state"].values()]
-        assert {int(step) for step in steps} == {4}
-    return zero.params
-
-
-def test_a_rank_without_any_input_takes_every_step() -> None:
-    here, there = run_ranks(_nothing_at_all, 2)
-    assert differing(here, there) == []
 
 
 def _buffers_around_forward(reverse: bool) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
@@ -75,11 +57,7 @@ def test_buffers_are_those_of_the_first_rank_with_data(reverse: bool) -> None:
 
 
 def _throwing() -> None:
-    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
-    with Join([zero.opt], throw_on_early_termination=True):
-        for step in range(_num_inputs(rank(), False)):
-            zero.backward(step)
-            zero.finish()
+    joined(with_zero(MLP_PROBLEM.fresh(), SGD), 3 + rank(), throw_on_early_termination=True)
 
 
 def _not_first() -> None:
@@ -111,59 +89,44 @@ def test_early_ends_other_joinables_first_and_different_acts_are_errors_on_every
 def test_without_a_process_group_join_is_not_needed() -> None:
     model: Any = MLP_PROBLEM.fresh()
     opt = ZeroRedundancyOptimizer(model.parameters(), SGD[0], module=model, **SGD[1])
-    _mlp_loss(model, 0, 0).backward()
+    _mlp_loss(model, 0, [0]).backward()
     opt.step()
 
 
-def _partly_cleared(when: str) -> float:
+@pytest.mark.parametrize("when", ["before another backward", "before clipping", "before the step"])
+@on_ranks(3)
+def test_ranks_without_data_forget_the_gradients_that_others_clear_by_hand(when: str) -> None:
     """Some gradients are cleared by hand, and not by `zero_grad`; the first rank has less data."""
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     module = copy.deepcopy(zero.module)
     plain = SGD[0](module.parameters(), **SGD[1])
     ranks = range(world_size())
 
-    def turn(model: nn.Module, step: int, of: Sequence[int], opt: Any) -> None:
-        loss = sum(_mlp_loss(model, step, each) for each in of)
-        assert isinstance(loss, Tensor)
-        loss.backward()
+    def turn(model: nn.Module, step: int, of: Sequence[int], opt: Any, clip: Any) -> None:
+        _mlp_loss(model, step, of).backward()
         if when != "before the step":
             model.get_submodule("layers.0").zero_grad()
             model.get_parameter("layers.3.weight").grad = None
             if when == "before clipping":
-                clip(opt, 0.01)
-            loss = sum(_mlp_loss(model, step + 100, each) for each in of)
-            assert isinstance(loss, Tensor)
-            loss.backward()
+                clip(0.01)
+            _mlp_loss(model, step + 100, of).backward()
         model.get_submodule("layers.1").zero_grad()
         opt.step()
         opt.zero_grad()
 
-    def clip(opt: Any, max_norm: float) -> None:
-        if opt is plain:
-            nn.utils.clip_grad_norm_(module.parameters(), max_norm * world_size())
-        else:
-            opt.clip_grad_norm_(max_norm)
-
     with Join([zero.opt]):
         for step in range(_num_inputs(rank(), reverse=False)):
-            turn(zero.module, step, [rank()], zero.opt)
+            turn(zero.module, step, [rank()], zero.opt, zero.clip)
     # Gradients are summed over ranks here, and divided when they are stepped on.
-    plain.register_step_pre_hook(lambda *_: _divide(module.parameters()))
+    params = list(module.parameters())
+    clip = lambda max_norm: nn.utils.clip_grad_norm_(params, max_norm * world_size())  # noqa: E731
+    plain.register_step_pre_hook(
+        lambda *_: [p.grad.div_(world_size()) for p in params if p.grad is not None] and None
+    )
     for step in range(max(_num_inputs(of, reverse=False) for of in ranks)):
         active = [of for of in ranks if _num_inputs(of, reverse=False) > step]
-        turn(module, step, active, plain)
-    return furthest(copies(module.parameters()), zero.params)
-
-
-def _divide(params: Iterable[Tensor]) -> None:
-    for param in params:
-        if param.grad is not None:
-            param.grad /= world_size()
-
-
-@pytest.mark.parametrize("when", ["before another backward", "before clipping", "before the step"])
-def test_ranks_without_data_forget_the_gradients_that_others_clear_by_hand(when: str) -> None:
-    assert max(run_ranks(_partly_cleared, 3, when)) < 1e-5
+        turn(module, step, active, plain, clip)
+    assert furthest(params, zero.params) < 1e-5
 
 
 def _buffers_in_forward() -> list[torch.Tensor]:
@@ -183,4 +146,4 @@ def _buffers_in_forward() -> list[torch.Tensor]:
 
 def test_buffers_that_a_forward_pass_evens_out_reach_ranks_without_data() -> None:
     one, other = run_ranks(_buffers_in_forward, 2)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert_same(one, other)

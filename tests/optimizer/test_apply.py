@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from on_ranks import on_ranks
+from problems import assert_alike, assert_same, copies, differing
 from ranks import raises_on_every_rank, run_ranks
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join
@@ -81,11 +82,24 @@ class Exchanges(Averaged):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.a, self.b, self.c = nn.Linear(7, 5), nn.Linear(5, 5), nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
         return out
+
+
+def make(way: str, cls: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    net = Net().to(dtype)
+    if way == "unsharded":
+        return net, cls(net.parameters(), **options)
+    if way == "module":
+        options |= {"module": net, "bucket_bytes": 64}
+    elif dtype != torch.float32:
+        options["precision"] = MixedPrecision()
+    options["parameters_as_bucket_view"] = way == "views"
+    return net, ZeroRedundancyOptimizer(net.named_parameters(), cls, **options)
 
 
 def use(net: nn.Module, opt: Any, step: int) -> None:
@@ -101,22 +115,11 @@ def journey(
     way: str, dtype: torch.dtype = torch.float32, cls: type[Averaged] = Averaged
 ) -> list[list[torch.Tensor]]:
     """Train, judge, train on, freeze, judge; the weights after each."""
-    torch.manual_seed(0)
-    net: Any = Net().to(dtype)
-    if way == "unsharded":
-        opt: Any = cls(net.parameters())
-    elif way == "module":
-        opt = ZeroRedundancyOptimizer(net.parameters(), cls, module=net, bucket_bytes=64)
-    else:
-        policy = MixedPrecision() if dtype != torch.float32 else None
-        views = way == "views"
-        opt = ZeroRedundancyOptimizer(
-            net.parameters(), cls, parameters_as_bucket_view=views, precision=policy
-        )
+    net, opt = make(way, cls, dtype)
     seen = []
 
     def look() -> None:
-        seen.append([param.detach().clone() for param in net.parameters()])
+        seen.append(copies(net.parameters()))
 
     def judge() -> None:
         opt.eval()
@@ -143,35 +146,29 @@ def journey(
     return seen
 
 
-def equal(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> bool:
-    return all(
-        torch.equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)
-    )
+def check(way: str, expected: Any, *args: Any, ranks: Sequence[int] = (2,)) -> None:
+    assert_alike(expected, journey(way, *args))
+    for each in ranks:
+        for seen in run_ranks(journey, each, way, *args):
+            assert_alike(expected, seen)
 
 
 @pytest.mark.parametrize("way", ["plain", "views", "module"])
 def test_train_and_eval_are_those_of_the_unsharded_class(way: str) -> None:
     expected = journey("unsharded")
-    assert not equal(expected[:1], expected[1:2])
-    assert equal(journey(way), expected)
-    for ranks in (2, 3) if way == "plain" else (2,):
-        for seen in run_ranks(journey, ranks, way):
-            assert equal(seen, expected)
+    assert differing(expected[0], expected[1])
+    check(way, expected, ranks=(2, 3) if way == "plain" else (2,))
 
 
 @pytest.mark.parametrize("way", ["plain", "views", "module"])
 def test_a_class_may_exchange_its_parameters_for_its_state(way: str) -> None:
-    expected = journey("unsharded", cls=Exchanges)
-    assert equal(journey(way, cls=Exchanges), expected)
-    for seen in run_ranks(journey, 2, way, cls=Exchanges):
-        assert equal(seen, expected)
+    args = (torch.float32, Exchanges)
+    check(way, journey("unsharded", *args), *args)
 
 
 @pytest.mark.parametrize("way", ["plain", "module"])
 def test_masters_turn_and_parameters_are_their_rounding(way: str) -> None:
-    expected = journey(way, torch.bfloat16)
-    for seen in run_ranks(journey, 2, way, torch.bfloat16):
-        assert equal(seen, expected)
+    check(way, journey(way, torch.bfloat16), torch.bfloat16)
 
 
 def halve(local: optim.Optimizer) -> None:
@@ -181,29 +178,23 @@ def halve(local: optim.Optimizer) -> None:
                 param.mul_(0.5)
 
 
-def versions_after_apply() -> list[bool]:
+@on_ranks(2)
+def test_autograd_sees_that_parameters_were_written_to_on_every_rank() -> None:
     """At two ranks, each of which owns some of the parameters and is sent the others."""
     net = Net()
     opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, layout="whole", lr=0.1)
     before = [param._version for param in net.parameters()]
     opt.apply(halve)
-    return [p._version > old for p, old in zip(net.parameters(), before, strict=True)]
-
-
-def test_autograd_sees_that_parameters_were_written_to_on_every_rank() -> None:
-    assert run_ranks(versions_after_apply, 2) == [[True] * 6] * 2
+    assert all(p._version > old for p, old in zip(net.parameters(), before, strict=True))
 
 
 @on_ranks(2)
 def test_anything_may_be_applied_in_between() -> None:
-    torch.manual_seed(0)
-    net = Net()
-    before = [param.detach().clone() for param in net.parameters()]
-    opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, module=net, lr=0.1)
+    net, opt = make("module", optim.AdamW, lr=0.1)
+    before = copies(net.parameters())
     out = net(torch.ones(1, 7)).sum()
     opt.apply(halve)
-    for old, new in zip(before, net.parameters(), strict=True):
-        assert torch.equal(old * 0.5, new)
+    assert_same([old * 0.5 for old in before], list(net.parameters()))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
     opt.zero_grad()
@@ -225,15 +216,12 @@ def descend(local: optim.Optimizer) -> None:
 
 
 def look_for_gradients(way: str) -> None:
-    torch.manual_seed(0)
-    net = Net()
-    module = {"module": net} if way == "module" else {}
-    opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, **module)
+    net, opt = make(way, optim.AdamW)
     net(torch.ones(1, 7)).sum().backward()
     opt.clip_grad_norm_(1.0)
-    before = [param.detach().clone() for param in net.parameters()]
+    before = copies(net.parameters())
     opt.apply(descend)
-    assert equal([before], [[param.detach().clone() for param in net.parameters()]])
+    assert_same(before, list(net.parameters()))
     opt.step()
     assert not torch.equal(before[0], net.a.weight)
 
@@ -245,28 +233,25 @@ def test_no_gradients_are_seen_whoever_has_them(way: str) -> None:
 
 
 def change_what_does_not_train(way: str) -> list[torch.Tensor]:
-    torch.manual_seed(0)
     net = Net()
     net.a.requires_grad_(False)  # it never had any state
     net.b.bias = nn.Parameter(torch.empty(0, 5), requires_grad=False)
     module = {"module": net} if way == "module" else {}
     opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, **module)
     opt.apply(halve)
-    return [param.detach().clone() for param in net.parameters()]
+    return copies(net.parameters())
 
 
 @pytest.mark.parametrize("way", ["plain", "module"])
 def test_what_does_not_train_is_changed_everywhere_too(way: str) -> None:
     expected = change_what_does_not_train(way)
     for seen in run_ranks(change_what_does_not_train, 2, way):
-        assert equal([seen], [expected])
+        assert_same(expected, seen)
 
 
 @on_ranks(2, raises=(ValueError, RuntimeError), match="no more")
 def test_what_fails_on_one_rank_fails_on_all_and_leaves_equal_parameters() -> None:
-    torch.manual_seed(0)
-    net = Net()
-    opt = ZeroRedundancyOptimizer(net.parameters(), optim.SGD, lr=0.1)
+    _, opt = make("plain", optim.SGD, lr=0.1)
 
     def act(local: optim.Optimizer) -> None:
         halve(local)
@@ -276,9 +261,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_equal_parameters() -> No
     try:
         opt.apply(act)
     finally:
-        flat = torch.cat([param.detach().flatten() for param in net.parameters()])
-        dist.all_gather(both := [torch.empty_like(flat) for _ in range(2)], flat)
-        assert torch.equal(*both)
+        opt.verify()
 
 
 def test_only_what_the_class_has_is_there() -> None:
@@ -344,42 +327,33 @@ def test_the_class_in_a_mixture_that_has_them_is_turned() -> None:
     opt.train()
     use(net, opt, 0)
     use(net, opt, 1)
-    before = [param.detach().clone() for param in net.parameters()]
+    before = copies(net.parameters())
     opt.eval()
     changed = [not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True)]
     assert changed == [True, False, True, False, False, False]
 
 
-def go_on_from(folder: Path, way: str) -> list[list[torch.Tensor]]:
-    """Save while the model is judged, load that, and train on; the weights before and after."""
-    torch.manual_seed(0)
-    net, fresh = Net(), Net()
-    opt: Any = ZeroRedundancyOptimizer(net.named_parameters(), Averaged)
-    other: Any = ZeroRedundancyOptimizer(fresh.named_parameters(), Averaged)
+@pytest.mark.parametrize("way", ["dcp", "folder"])
+@on_ranks(2)
+def test_it_may_be_saved_while_it_is_judged(tmp_path: Path, way: str) -> None:
+    """Save while the model is judged, load that, and train on."""
+    (net, opt), (fresh, other) = make("plain", Averaged), make("plain", Averaged)
     opt.train()
     for step in range(3):
         use(net, opt, step)
     opt.eval()
     if way == "dcp":
-        dcp.save({"opt": checkpoint.Sharded(opt), "net": net}, checkpoint_id=folder)
-        dcp.load({"opt": checkpoint.Sharded(other), "net": fresh}, checkpoint_id=folder)
+        dcp.save({"opt": checkpoint.Sharded(opt), "net": net}, checkpoint_id=tmp_path)
+        dcp.load({"opt": checkpoint.Sharded(other), "net": fresh}, checkpoint_id=tmp_path)
     else:
-        checkpoint.save(folder / "step", opt, net)
-        checkpoint.load(folder / "step", other, fresh)
+        checkpoint.save(tmp_path / "step", opt, net)
+        checkpoint.load(tmp_path / "step", other, fresh)
     assert not other.param_groups[0]["trains"]
-    seen = []
     for each, its in ((net, opt), (fresh, other)):
         its.train()
         use(each, its, 3)
         its.eval()
-        seen.append([param.detach().clone() for param in each.parameters()])
-    return seen
-
-
-@pytest.mark.parametrize("way", ["dcp", "folder"])
-def test_it_may_be_saved_while_it_is_judged(tmp_path: Path, way: str) -> None:
-    for before, after in run_ranks(go_on_from, 2, tmp_path, way):
-        assert equal([before], [after])
+    assert_same(list(net.parameters()), list(fresh.parameters()))
 
 
 @on_ranks(2, raises=RuntimeError, match="cannot be called within Join")

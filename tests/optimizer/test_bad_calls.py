@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,12 +55,8 @@ def add_bad_group(case: str, where: str, view: bool) -> tuple[str, str]:
         group = {"params": [p(4 + rank)]}
     elif where == "everywhere" or rank == 1:
         group = BAD_GROUPS[case][0](params)
-    try:
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=r".") as raised:
         opt.add_param_group(group)
-    except Exception as error:
-        seen = type(error).__name__, str(error)
-    else:
-        raise AssertionError("the group was taken")
     assert (opt.plan.fingerprint, [param.data_ptr() for param in params]) == before
     assert [len(group["params"]) for group in opt.param_groups] == [2]
     assert len(opt.optim.param_groups) == 1
@@ -70,30 +68,27 @@ def add_bad_group(case: str, where: str, view: bool) -> tuple[str, str]:
         take_step(held, optimizer, 2)
     for param, expected in zip(params, plain, strict=True):
         assert torch.equal(param, expected)
-    return seen
-
-
-def add_bad_groups(where: str) -> list[tuple[str, str]]:
-    return [add_bad_group(case, where, view) for case in BAD_GROUPS for view in (False, True)]
+    return raised.type.__name__, str(raised.value)
 
 
 @pytest.mark.parametrize("where", ["everywhere", "on rank 1"])
+@on_ranks(2)
 def test_a_bad_group_is_refused_on_every_rank_and_changes_nothing(where: str) -> None:
-    errors = [error.__name__ for _, error in BAD_GROUPS.values() for _ in range(2)]
-    here, there = run_ranks(add_bad_groups, 2, where)
-    assert [kind for kind, _ in there] == errors
-    if where == "everywhere":
-        assert [kind for kind, _ in here] == errors
-    else:
-        assert {kind for kind, _ in here} == {"RuntimeError"}
-        assert all("add_param_group failed on rank 1" in message for _, message in here)
+    for case, view in itertools.product(BAD_GROUPS, (False, True)):
+        kind, message = add_bad_group(case, where, view)
+        if where == "everywhere" or dist.get_rank() == 1:
+            assert kind == BAD_GROUPS[case][1].__name__
+        else:
+            assert kind == "RuntimeError"
+            assert "add_param_group failed on rank 1" in message
 
 
+@on_ranks(2, timeout=SECONDS)
 def test_groups_that_differ_between_ranks_are_refused_and_change_nothing() -> None:
-    for kind, message in run_ranks(add_bad_group, 2, "another shape", "", False, timeout=SECONDS):
-        assert kind == "ValueError"
-        assert "rank 0 has 'param 2' (shape (4,)" in message
-        assert "rank 1 has 'param 2' (shape (5,)" in message
+    kind, message = add_bad_group("another shape", "", False)
+    assert kind == "ValueError"
+    assert "rank 0 has 'param 2' (shape (4,)" in message
+    assert "rank 1 has 'param 2' (shape (5,)" in message
 
 
 # ------------------------------------------------------------------------------- the state
@@ -129,33 +124,25 @@ def test_consolidating_to_a_rank_that_is_not_there_or_to_different_ranks_is_refu
     assert "failed on rank 1" in seen[0][1]
 
 
-def ask_for_state(consolidated_to: int | None) -> list[tuple[str, str]]:
-    """What ours and upstream raise for `state_dict()`; rank `consolidated_to` gets the state."""
-    ours = stepped()
-    params = [p(30, 30), p(9)]
-    theirs = Upstream(params, Adam, lr=0.1)
-    take_step(params, theirs, 0)
-    seen = []
-    for opt in (ours, theirs):
-        if consolidated_to is not None:
-            opt.consolidate_state_dict(to=consolidated_to)
-        try:
-            opt.state_dict()
-            seen.append(("", ""))
-        except Exception as error:
-            seen.append((type(error).__name__, str(error)))
-    return seen
-
-
 @pytest.mark.parametrize("consolidated_to", [None, 1])
+@on_ranks(2)
 def test_state_dict_without_consolidating_says_what_to_call_and_where(
     consolidated_to: int | None,
 ) -> None:
-    for rank, (ours, theirs) in enumerate(run_ranks(ask_for_state, 2, consolidated_to)):
-        assert ours[0] == theirs[0] == ("" if rank == consolidated_to else "RuntimeError")
-        if rank != consolidated_to:
-            assert f"consolidate_state_dict(to={rank}) on all 2 ranks" in ours[1]
-            assert f"state_dict() on rank {rank}" in ours[1]
+    """As upstream raises; rank `consolidated_to` gets the state."""
+    params, rank = [p(30, 30), p(9)], dist.get_rank()
+    theirs = Upstream(params, Adam, lr=0.1)
+    take_step(params, theirs, 0)
+    match = rf"consolidate_state_dict\(to={rank}\) on all 2 ranks.*state_dict\(\) on rank {rank}"
+    for opt, message in ((stepped(), match), (theirs, "")):
+        if consolidated_to is not None:
+            opt.consolidate_state_dict(to=consolidated_to)
+        with (
+            contextlib.nullcontext()
+            if rank == consolidated_to
+            else pytest.raises(RuntimeError, match=message)
+        ):
+            opt.state_dict()
 
 
 # ------------------------------------------------------------------------- sparse gradients
@@ -190,14 +177,9 @@ def step_on_sparse_gradient(layout: str) -> None:
 
 
 def test_a_sparse_gradient_of_a_sliced_parameter_is_refused_on_every_rank() -> None:
-    raises_on_every_rank(
-        step_on_sparse_gradient,
-        3,
-        ValueError,
-        "sliced",
-        match="'weight' has a sparse gradient.*layout=\"whole\"",
-        timeout=SECONDS,
-    )
+    match = "'weight' has a sparse gradient.*layout=\"whole\""
+    act = step_on_sparse_gradient
+    raises_on_every_rank(act, 3, ValueError, "sliced", match=match, timeout=SECONDS)
 
 
 def test_a_sparse_gradient_of_a_whole_parameter_is_taken() -> None:
@@ -225,12 +207,15 @@ class WantsClosure(SGD):
         return super().step(closure)
 
 
-def one_step(cls: Any, options: dict[str, Any]) -> list[float]:
+def one_step(cls: Any, options: dict[str, Any], first: Any = None) -> list[float]:
+    """Step on gradients of ones; a class for the first parameter may be given."""
     params = [p(50), p(9, 9)]
-    opt = ZeroRedundancyOptimizer(params, cls, lr=0.5, **options)
+    named = {} if first is None else {"optimizer_class": first}
+    groups = [{"params": params[:1], "lr": 0.5, **named}, {"params": params[1:]}]
+    opt = ZeroRedundancyOptimizer(groups, cls, lr=0.5, **options)
     for param in params:
         param.grad = torch.ones_like(param)
-    opt.step(lambda: 0.0)
+    opt.step(*([lambda: 0.0] if first is None else []))
     return torch.cat([param.detach().flatten() for param in params]).unique().tolist()
 
 
@@ -246,23 +231,13 @@ def test_a_class_that_cannot_do_without_parameters_is_refused_where_a_rank_has_n
     each_raises_on_every_rank(5, cases)
 
 
+def steps_of_several_classes() -> list[list[float]]:
+    return [one_step(SGD, {}), one_step(WantsClosure, {}), one_step(SGD, {}, first=Adam)]
+
+
 def test_a_class_that_can_do_without_them_is_not() -> None:
     steps = run_ranks(steps_of_several_classes, 5)
-    assert steps == [([0.5], [0.5], steps[0][2])] * 5
-
-
-def steps_of_several_classes() -> tuple[list[float], ...]:
-    return one_step(SGD, {}), one_step(WantsClosure, {}), step_of_two_classes()
-
-
-def step_of_two_classes() -> list[float]:
-    params = [p(50), p(9, 9)]
-    groups = [{"params": params[:1], "optimizer_class": Adam, "lr": 0.5}, {"params": params[1:]}]
-    opt = ZeroRedundancyOptimizer(groups, SGD, lr=0.5)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    opt.step()
-    return torch.cat([param.detach().flatten() for param in params]).unique().tolist()
+    assert steps == [[[0.5], [0.5], steps[0][2]]] * 5
 
 
 @on_ranks(2, raises=RuntimeError, match="with module=, do not wrap")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bad import SECONDS, SGD, Adam, build, p, sparse
-from ranks import each_raises_on_every_rank, raises_on_every_rank, run_ranks
+from on_ranks import on_ranks
+from ranks import each_raises_on_every_rank
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer as Upstream
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -21,105 +22,85 @@ def around(module: torch.nn.Module) -> dict[str, Any]:
 
 # -------------------------------------------------------------------- ranks that differ
 
-Differing = dict[str, tuple[Callable[[int], dict[str, Any]], str, str]]
+Differing = dict[str, tuple[Callable[[int], Any], str, str]]
 
-#: What rank 0 and rank 1 are given, and how the message shows each view.
+#: What rank 0 and rank 1 are given, parameters or arguments; how the message shows each view.
 DIFFERENT: Differing = {
     "one parameter less": (
-        lambda rank: {"params": [p(4), p(5), p(6)][: 3 - rank]},
-        r"'param 2' \(shape \(6,\)",
-        "",
+        lambda rank: [p(4), p(5), p(6)][: 3 - rank],
+        *(r"'param 2' \(shape \(6,\)", ""),
     ),
     "one parameter more": (
-        lambda rank: {"params": [p(4), p(5), p(6)][: 2 + rank]},
-        "",
-        r"'param 2' \(shape \(6,\)",
+        lambda rank: [p(4), p(5), p(6)][: 2 + rank],
+        *("", r"'param 2' \(shape \(6,\)"),
     ),
     "another shape": (
-        lambda rank: {"params": [p(4), p(5 + rank, 3), p(7 + rank)]},
-        r"'param 1' \(shape \(5, 3\)",
-        r"'param 1' \(shape \(6, 3\)",
+        lambda rank: [p(4), p(5 + rank, 3), p(7 + rank)],
+        *(r"'param 1' \(shape \(5, 3\)", r"'param 1' \(shape \(6, 3\)"),
     ),
     "the same number of elements in another shape": (
-        lambda rank: {"params": [p(4), p(6, 4) if rank else p(4, 6)]},
-        r"'param 1' \(shape \(4, 6\)",
-        r"'param 1' \(shape \(6, 4\)",
+        lambda rank: [p(4), p(6, 4) if rank else p(4, 6)],
+        *(r"'param 1' \(shape \(4, 6\)", r"'param 1' \(shape \(6, 4\)"),
     ),
     "another dtype": (
-        lambda rank: {"params": [p(4), p(5, dtype=[torch.float32, torch.bfloat16][rank])]},
-        "'param 1' .*float32",
-        "'param 1' .*bfloat16",
+        lambda rank: [p(4), p(5, dtype=[torch.float32, torch.bfloat16][rank])],
+        *("'param 1' .*float32", "'param 1' .*bfloat16"),
     ),
     "another order of named parameters": (
-        lambda rank: {"params": [("a", p(4)), ("b", p(9)), ("c", p(9))][:: [1, -1][rank]]},
-        "'a'",
-        "'c'",
+        lambda rank: [("a", p(4)), ("b", p(9)), ("c", p(9))][:: [1, -1][rank]],
+        *("'a'", "'c'"),
     ),
     "another memory format": (
-        lambda rank: {
-            "params": [
-                p(4),
-                torch.nn.Parameter(
-                    torch.ones(2, 3, 4, 5).to(
-                        memory_format=[torch.contiguous_format, torch.channels_last][rank]
-                    )
-                ),
-            ]
-        },
-        r"'param 1' \(shape \(2, 3, 4, 5\)",
-        r"'param 1' .*stride \(60, 1, 15, 3\)",
+        lambda rank: [
+            p(4),
+            torch.nn.Parameter(
+                torch.ones(2, 3, 4, 5).to(
+                    memory_format=[torch.contiguous_format, torch.channels_last][rank]
+                )
+            ),
+        ],
+        *(r"'param 1' \(shape \(2, 3, 4, 5\)", r"'param 1' .*stride \(60, 1, 15, 3\)"),
     ),
     "a frozen parameter": (
-        lambda rank: {"params": [p(4), p(5, trainable=rank == 0)]},
-        r"'param 1' \([^)]*\)[^)]*group 0\)",
-        "'param 1' .*frozen",
+        lambda rank: [p(4), p(5, trainable=rank == 0)],
+        *(r"'param 1' \([^)]*\)[^)]*group 0\)", "'param 1' .*frozen"),
     ),
     "another split into groups": (
-        lambda rank: {
-            "params": [{"params": [p(4), p(5)][: 2 - rank]}, {"params": [p(5), p(6)][1 - rank :]}]
-        },
-        r"'param 1' .*group 0\)",
-        r"'param 1' .*group 1\)",
+        lambda rank: [{"params": [p(4), p(5)][: 2 - rank]}, {"params": [p(5), p(6)][1 - rank :]}],
+        *(r"'param 1' .*group 0\)", r"'param 1' .*group 1\)"),
     ),
     "one group less": (
-        lambda rank: {
-            "params": [{"params": [p(4), p(5)]}]
-            if rank
-            else [{"params": [p(4)]}, {"params": [p(5)]}]
-        },
-        "group 1",
-        "",
+        lambda rank: (
+            [{"params": [p(4), p(5)]}] if rank else [{"params": [p(4)]}, {"params": [p(5)]}]
+        ),
+        *("group 1", ""),
     ),
     "another learning rate": (
-        lambda rank: {"params": [p(4)], "lr": [0.1, 0.2][rank]},
-        r"options of group 0: .*lr=0\.1",
-        r"options of group 0: .*lr=0\.2",
+        lambda rank: {"lr": [0.1, 0.2][rank]},
+        *(r"options of group 0: .*lr=0\.1", r"options of group 0: .*lr=0\.2"),
     ),
     "another learning rate in the second group": (
-        lambda rank: {"params": [{"params": [p(4)]}, {"params": [p(5)], "lr": 0.5 + rank}]},
-        r"options of group 1: .*lr=0\.5",
-        r"options of group 1: .*lr=1\.5",
+        lambda rank: [{"params": [p(4)]}, {"params": [p(5)], "lr": 0.5 + rank}],
+        *(r"options of group 1: .*lr=0\.5", r"options of group 1: .*lr=1\.5"),
     ),
-    "another optimizer class": (
-        lambda rank: {"params": [p(4)], "optimizer_class": [SGD, Adam][rank]},
-        "SGD",
-        "Adam",
-    ),
+    "another optimizer class": (lambda rank: {"optimizer_class": [SGD, Adam][rank]}, "SGD", "Adam"),
     "another layout": (
         lambda rank: {"params": [p(40, 40), p(9)], "layout": ["sliced", "whole"][rank]},
-        "sliced",
-        "whole",
+        *("sliced", "whole"),
     ),
     "another bucket size": (
         lambda rank: {"params": [p(200, 200), p(200, 200)], "bucket_bytes": [1, 2**20][rank]},
-        r"bucket_bytes=1\b",
-        "bucket_bytes=1048576",
+        *(r"bucket_bytes=1\b", "bucket_bytes=1048576"),
     ),
 }
 
 
+def arguments(made: Any) -> dict[str, Any]:
+    return {"params": [p(4)], **made} if isinstance(made, dict) else {"params": made}
+
+
 def construct_differing(case: str) -> None:
-    build(**DIFFERENT[case][0](min(1, dist.get_rank())))
+    build(**arguments(DIFFERENT[case][0](min(1, dist.get_rank()))))
 
 
 def test_ranks_that_were_given_different_things_all_say_what_differs() -> None:
@@ -132,19 +113,12 @@ def test_ranks_that_were_given_different_things_all_say_what_differs() -> None:
         assert len(set(seen)) == 1, "all ranks say the same"
 
 
-def construct_with_one_that_differs(which: int) -> None:
-    build([p(4), p(5 + (dist.get_rank() == which))])
+THERE = r"rank 0 has 'param 1' \(shape \(5,\).* where rank 2 has 'param 1' \(shape \(6,\)"
 
 
+@on_ranks(3, raises=ValueError, match=THERE, timeout=SECONDS)
 def test_the_rank_that_differs_is_named() -> None:
-    raises_on_every_rank(
-        construct_with_one_that_differs,
-        3,
-        ValueError,
-        2,
-        match=r"rank 0 has 'param 1' \(shape \(5,\).* where rank 2 has 'param 1' \(shape \(6,\)",
-        timeout=SECONDS,
-    )
+    build([p(4), p(5 + (dist.get_rank() == 2))])
 
 
 # ------------------------------------------------------------------------ bad everywhere
@@ -161,153 +135,118 @@ def sharing() -> list[torch.Tensor]:
     return [p(3), torch.nn.Parameter(memory[:60]), torch.nn.Parameter(memory[59:])]
 
 
-def twice() -> list[torch.Tensor]:
-    param = p(4)
-    return [param, p(5), param]
-
-
-def twice_across_groups() -> list[dict[str, Any]]:
-    param = p(4)
-    return [{"params": [param]}, {"params": [p(5), param]}]
-
-
 def wrapper() -> torch.Tensor:
     from torch.testing._internal.two_tensor import TwoTensor
 
     return torch.nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))
 
 
-Bad = dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]]
+Bad = dict[str, tuple[Callable[[], Any], type[Exception], str]]
 
-#: Bad parameters and options, the error, and what its message names.
+#: Bad parameters, or arguments, the error, and what its message names.
 BAD: Bad = {
-    "an empty list": (lambda: {"params": []}, ValueError, "empty parameter list"),
-    "an empty generator": (lambda: {"params": iter(())}, ValueError, "empty .*read once"),
-    "a bare tensor": (lambda: {"params": p(4)}, TypeError, r"single tensor .*pass \[tensor\]"),
+    "an empty list": (lambda: [], ValueError, "empty parameter list"),
+    "an empty generator": (lambda: iter(()), ValueError, "empty .*read once"),
+    "a bare tensor": (lambda: p(4), TypeError, r"single tensor .*pass \[tensor\]"),
     "a module": (
-        lambda: {"params": torch.nn.Sequential(torch.nn.Linear(4, 4))},
-        TypeError,
-        r"a module was given; pass its parameters\(\)",
+        lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)),
+        *(TypeError, r"a module was given; pass its parameters\(\)"),
     ),
-    "a number": (lambda: {"params": 7}, TypeError, "iterable of tensors.* not a int"),
-    "a list of numbers": (lambda: {"params": [1, 2]}, TypeError, "item 0 is a int"),
-    "a number among tensors": (lambda: {"params": [p(4), 2]}, TypeError, "item 1 is a int"),
-    "tensors among groups": (
-        lambda: {"params": [{"params": [p(4)]}, p(5)]},
-        TypeError,
-        "item 0 is a dict",
-    ),
-    "a group without params": (lambda: {"params": [{"lr": 1.0}]}, ValueError, "group 0 .*'params'"),
-    "a number in a group": (lambda: {"params": [{"params": [p(4), 3]}]}, TypeError, "int"),
-    "a parameter that is no leaf": (lambda: {"params": [p(4) * 2]}, ValueError, "non-leaf"),
-    "a sparse parameter": (lambda: {"params": [sparse()]}, ValueError, "'param 0' is sparse"),
+    "a number": (lambda: 7, TypeError, "iterable of tensors.* not a int"),
+    "a list of numbers": (lambda: [1, 2], TypeError, "item 0 is a int"),
+    "a number among tensors": (lambda: [p(4), 2], TypeError, "item 1 is a int"),
+    "tensors among groups": (lambda: [{"params": [p(4)]}, p(5)], TypeError, "item 0 is a dict"),
+    "a group without params": (lambda: [{"lr": 1.0}], ValueError, "group 0 .*'params'"),
+    "a number in a group": (lambda: [{"params": [p(4), 3]}], TypeError, "int"),
+    "a parameter that is no leaf": (lambda: [p(4) * 2], ValueError, "non-leaf"),
+    "a sparse parameter": (lambda: [sparse()], ValueError, "'param 0' is sparse"),
     "a sparse parameter among others": (
-        lambda: {"params": [p(4), sparse()]},
-        ValueError,
-        "'param 1' is sparse",
+        lambda: [p(4), sparse()],
+        *(ValueError, "'param 1' is sparse"),
     ),
-    "a parameter twice": (lambda: {"params": twice()}, ValueError, "'param 2' is given twice"),
+    "a parameter twice": (
+        lambda: [param := p(4), p(5), param],
+        *(ValueError, "'param 2' is given twice"),
+    ),
     "a parameter in two groups": (
-        lambda: {"params": twice_across_groups()},
-        ValueError,
-        "more than one parameter group|given twice",
+        lambda: [{"params": [param := p(4)]}, {"params": [p(5), param]}],
+        *(ValueError, "more than one parameter group|given twice"),
     ),
     "a parameter on the meta device": (
-        lambda: {"params": [p(3), torch.nn.Parameter(torch.ones(4, device="meta"))]},
-        ValueError,
-        "'param 1' is on the meta device .*materialise",
+        lambda: [p(3), torch.nn.Parameter(torch.ones(4, device="meta"))],
+        *(ValueError, "'param 1' is on the meta device .*materialise"),
     ),
     "parameters that share memory": (
-        lambda: {"params": sharing()},
-        ValueError,
-        "'param 1' and 'param 2' share memory.*give each its own storage",
+        sharing,
+        *(ValueError, "'param 1' and 'param 2' share memory.*give each its own storage"),
     ),
     "a parameter with gaps": (
-        lambda: {"params": [p(3), torch.nn.Parameter(torch.ones(10)[::2])]},
-        ValueError,
-        r"'param 1' does not fill its memory .*contiguous\(\)",
+        lambda: [p(3), torch.nn.Parameter(torch.ones(10)[::2])],
+        *(ValueError, r"'param 1' does not fill its memory .*contiguous\(\)"),
     ),
     "a parameter that repeats one element": (
-        lambda: {"params": [torch.nn.Parameter(torch.ones(1).expand(4))]},
-        ValueError,
-        "'param 0' does not fill its memory",
+        lambda: [torch.nn.Parameter(torch.ones(1).expand(4))],
+        *(ValueError, "'param 0' does not fill its memory"),
     ),
     "a tensor that wraps others": (
-        lambda: {"params": [p(4), wrapper()]},
-        TypeError,
-        "'param 1' is a TwoTensor.*pass plain tensors",
+        lambda: [p(4), wrapper()],
+        *(TypeError, "'param 1' is a TwoTensor.*pass plain tensors"),
     ),
     "a functional optimizer class": (
-        lambda: {"params": [p(4)], "optimizer_class": functional_class()},
-        ValueError,
-        "has to make a torch.optim.Optimizer, but it made a _FunctionalAdam",
+        lambda: {"optimizer_class": functional_class()},
+        *(ValueError, "has to make a torch.optim.Optimizer, but it made a _FunctionalAdam"),
     ),
     "an optimizer in place of its class": (
-        lambda: {"params": [p(4)], "optimizer_class": Adam([p(4)])},
+        lambda: {"optimizer_class": Adam([p(4)])},
         TypeError,
         "optimizer_class has to be a class.* not an object of type Adam; pass the class",
     ),
     "the name of a class": (
-        lambda: {"params": [p(4)], "optimizer_class": "Adam"},
-        TypeError,
-        "optimizer_class has to be a class.* not an object of type str",
+        lambda: {"optimizer_class": "Adam"},
+        *(TypeError, "optimizer_class has to be a class.* not an object of type str"),
     ),
     "an optimizer class that couples all parameters": (
-        lambda: {"params": [p(4)], "optimizer_class": torch.optim.LBFGS},
-        ValueError,
-        "LBFGS couples all parameters.*unsharded",
+        lambda: {"optimizer_class": torch.optim.LBFGS},
+        *(ValueError, "LBFGS couples all parameters.*unsharded"),
     ),
     "a module in DDP": (
         lambda: around(DDP(torch.nn.Linear(4, 4))),
-        ValueError,
-        "module= replaces DDP.* pass the module inside",
+        *(ValueError, "module= replaces DDP.* pass the module inside"),
     ),
     "a module with DDP inside": (
         lambda: around(torch.nn.Sequential(DDP(torch.nn.Linear(4, 4)))),
-        ValueError,
-        "module= replaces DDP.* '0'",
+        *(ValueError, "module= replaces DDP.* '0'"),
     ),
     "a learning rate in the place of a process group": (
-        lambda: {"params": [p(4)], "process_group": 0.1},
-        TypeError,
-        "process_group has to be a ProcessGroup, not a float",
+        lambda: {"process_group": 0.1},
+        *(TypeError, "process_group has to be a ProcessGroup, not a float"),
     ),
     "a mesh in the place of a process group": (
-        lambda: {"params": [p(4)], "process_group": init_device_mesh("cpu", (2,))},
-        TypeError,
-        r"not a DeviceMesh; .*get_group\(\)",
+        lambda: {"process_group": init_device_mesh("cpu", (2,))},
+        *(TypeError, r"not a DeviceMesh; .*get_group\(\)"),
     ),
     "an unknown layout": (
-        lambda: {"params": [p(4)], "layout": "slices"},
-        ValueError,
-        "layout must be 'auto', 'sliced' or 'whole', not 'slices'",
+        lambda: {"layout": "slices"},
+        *(ValueError, "layout must be 'auto', 'sliced' or 'whole', not 'slices'"),
     ),
     "buckets of no bytes": (
-        lambda: {"params": [p(4)], "bucket_bytes": 0},
-        ValueError,
-        "bucket_bytes has to be positive, not 0",
+        lambda: {"bucket_bytes": 0},
+        *(ValueError, "bucket_bytes has to be positive, not 0"),
     ),
-    "a negative learning rate": (lambda: {"params": [p(4)], "lr": -1.0}, ValueError, "-1.0"),
+    "a negative learning rate": (lambda: {"lr": -1.0}, ValueError, "-1.0"),
     "an option with a letter missing": (
-        lambda: {"params": [p(4)], "modul": torch.nn.Linear(2, 2)},
-        TypeError,
-        "no argument 'modul'; did you mean 'module'",
+        lambda: {"modul": torch.nn.Linear(2, 2)},
+        *(TypeError, "no argument 'modul'; did you mean 'module'"),
     ),
     "a switch in the place of a module": (
-        lambda: {"params": [p(4)], "module": True},
-        TypeError,
-        "module has to be a torch.nn.Module, not True",
+        lambda: {"module": True},
+        *(TypeError, "module has to be a torch.nn.Module, not True"),
     ),
     "bytes in words": (
-        lambda: {"params": [p(4)], "bucket_bytes": "25MB"},
-        TypeError,
-        "bucket_bytes has to be an int, not '25MB'",
+        lambda: {"bucket_bytes": "25MB"},
+        *(TypeError, "bucket_bytes has to be an int, not '25MB'"),
     ),
-    "an option the class does not have": (
-        lambda: {"params": [p(4)], "beta": 3},
-        TypeError,
-        "'beta'",
-    ),
+    "an option the class does not have": (lambda: {"beta": 3}, TypeError, "'beta'"),
 }
 
 #: What upstream does not have, or takes as it is.
@@ -318,7 +257,7 @@ UPSTREAM_S_OWN = {"a number in a group": ValueError}
 
 
 def construct_bad(case: str) -> None:
-    build(**BAD[case][0]())
+    build(**arguments(BAD[case][0]()))
 
 
 def test_bad_input_is_refused_on_every_rank() -> None:
@@ -327,29 +266,25 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         assert {kind for kind, _ in seen} == {error.__name__}, "exactly this type"
 
 
-def upstream_types() -> dict[str, type[Exception]]:
+@on_ranks(2)
+def test_the_error_types_are_upstream_s_where_upstream_raises() -> None:
     raised: dict[str, type[Exception]] = {}
     for case, (make, _, _) in BAD.items():
-        arguments = {"optimizer_class": SGD, **make()}
-        if OURS_ALONE & arguments.keys():
+        given = {"optimizer_class": SGD, **arguments(make())}
+        if OURS_ALONE & given.keys():
             continue
-        if arguments["optimizer_class"] is SGD:
-            arguments.setdefault("lr", 0.1)
+        if given["optimizer_class"] is SGD:
+            given.setdefault("lr", 0.1)
         try:
-            Upstream(**arguments)
+            Upstream(**given)
         except Exception as error:
             raised[case] = type(error)
-    return raised
-
-
-def test_the_error_types_are_upstream_s_where_upstream_raises() -> None:
-    for raised in run_ranks(upstream_types, 2):
-        assert len(raised) >= 12, "upstream was expected to refuse most of these"
-        assert raised == {case: BAD[case][1] for case in raised} | UPSTREAM_S_OWN
+    assert len(raised) >= 12, "upstream was expected to refuse most of these"
+    assert raised == {case: BAD[case][1] for case in raised} | UPSTREAM_S_OWN
 
 
 def construct_bad_on_rank_1(case: str) -> None:
-    build(**BAD[case][0]() if dist.get_rank() == 1 else {"params": [p(4)]})
+    build(**arguments(BAD[case][0]() if dist.get_rank() == 1 else [p(4)]))
 
 
 ON_ONE_RANK = [

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from mixtures import MASTERS, from_rank_0, net, steps
-from problems import copies, differing
+from on_ranks import on_ranks
+from problems import assert_same, copies, differing
 from ranks import run_ranks
 from torch import nn, optim
 from traffic import counted
@@ -25,15 +26,22 @@ def adamw(model: nn.Module) -> ZeroRedundancyOptimizer:
     )
 
 
-def unfreeze_after_loading(root: Path, way: str) -> list[Any]:
-    """The first parameter trains, is frozen, and then a checkpoint is made."""
+@pytest.mark.parametrize("way", ["native", "dict"])
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_when_its_state_is_loaded_has_it_in_fp32(
+    tmp_path: Path, way: str
+) -> None:
+    """Its state and its master are those of one that had trained in 32 bits.
+
+    The first parameter trains, is frozen, and then a checkpoint is made.
+    """
     reference = net()
     first = next(reference.parameters())
     opt = adamw(reference)
     steps(reference, opt, range(3))
     first.requires_grad_(False)
     steps(reference, opt, range(3, 5))
-    ckpt.save(root / "saved", opt, reference)
+    ckpt.save(tmp_path / "saved", opt, reference)
     saved, values = from_rank_0(opt), copies(reference.parameters())
     first.requires_grad_(True)
     steps(reference, opt, range(5, 8))
@@ -41,7 +49,7 @@ def unfreeze_after_loading(root: Path, way: str) -> list[Any]:
     next(model.parameters()).requires_grad_(False)
     opt = adamw(model)
     if way == "native":
-        ckpt.load(root / "saved", opt, model)
+        ckpt.load(tmp_path / "saved", opt, model)
     else:
         for rank in range(opt.world_size):  # one after the other: nobody waits for anybody
             if opt.rank == rank:
@@ -51,42 +59,29 @@ def unfreeze_after_loading(root: Path, way: str) -> list[Any]:
             param.data.copy_(value)
     next(model.parameters()).requires_grad_(True)
     steps(model, opt, range(5, 8))
-    return differing(list(reference.parameters()), list(model.parameters()))
+    assert_same(list(reference.parameters()), list(model.parameters()))
 
 
-@pytest.mark.parametrize("way", ["native", "dict"])
-def test_a_parameter_that_is_frozen_when_its_state_is_loaded_has_it_in_fp32(
-    tmp_path: Path, way: str
-) -> None:
-    """Its state and its master are those of one that had trained in 32 bits."""
-    assert run_ranks(unfreeze_after_loading, 2, tmp_path, way) == [[], []]
-
-
-def masters_of_frozen(root: Path) -> list[Any]:
+@on_ranks(2)
+def test_a_parameter_that_never_trained_has_no_master_after_loading(tmp_path: Path) -> None:
+    """A large model that is frozen but for adapters is not to be kept twice."""
     model = net()
     first, *_ = model.parameters()
     first.requires_grad_(False)
     opt = adamw(model)
     steps(model, opt, range(2))
-    ckpt.save(root / "never", opt, model)
+    ckpt.save(tmp_path / "never", opt, model)
     saved = from_rank_0(opt)
-    found = []
     for way in ("native", "dict"):
         model = net()
         first, *_ = model.parameters()
         first.requires_grad_(False)
         opt = adamw(model)
         if way == "native":
-            ckpt.load(root / "never", opt, model)
+            ckpt.load(tmp_path / "never", opt, model)
         else:
             opt.load_state_dict(saved)
-        found.append(opt.full_master(first))
-    return found
-
-
-def test_a_parameter_that_never_trained_has_no_master_after_loading(tmp_path: Path) -> None:
-    """A large model that is frozen but for adapters is not to be kept twice."""
-    assert run_ranks(masters_of_frozen, 2, tmp_path) == [[None, None]] * 2
+        assert opt.full_master(first) is None
 
 
 # --------------------------------------------------------------------------- reports and masters
@@ -162,12 +157,9 @@ def _with_default_device(device: str, path: Path) -> list[torch.Tensor]:
     return copies([*model.parameters(), master])
 
 
-def _default_devices(path: Path) -> list[int]:
-    return differing(*(_with_default_device(device, path) for device in ("cpu", "meta")))
-
-
-def test_the_default_device_is_the_user_s_own_affair(tmp_path: Path) -> None:
-    assert run_ranks(_default_devices, 2, tmp_path) == [[], []]
+@on_ranks(2)
+def test_the_default_device_is_the_user_s_own_affair(tmp_path: Path) -> list[int]:
+    return differing(*(_with_default_device(device, tmp_path) for device in ("cpu", "meta")))
 
 
 # --------------------------------------------------------------------- what is made twice
@@ -197,7 +189,9 @@ def test_a_module_runs_on_after_an_optimizer_that_could_not_be_made() -> None:
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
-def _compiled_step(module_given: bool) -> bool:
+@pytest.mark.parametrize("module_given", [False, True])
+@on_ranks(2, fresh=True)
+def test_a_compiled_function_may_step(module_given: bool) -> None:
     """Step within a compiled function, beside a plain one; return whether both are equal."""
     values = []
     for compiled in (False, True):
@@ -212,9 +206,4 @@ def _compiled_step(module_given: bool) -> bool:
             opt.zero_grad()
         values.append([param.detach().clone() for param in model.parameters()])
     torch.compiler.reset()
-    return all(torch.equal(*pair) for pair in zip(*values, strict=True))
-
-
-@pytest.mark.parametrize("module_given", [False, True])
-def test_a_compiled_function_may_step(module_given: bool) -> None:
-    assert run_ranks(_compiled_step, 2, module_given, fresh=True) == [True, True]
+    assert all(torch.equal(*pair) for pair in zip(*values, strict=True))

@@ -6,12 +6,14 @@ with and without sharding, and there is no reason for any bit to differ.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from follow import COMBINATIONS, follow, in_turn
 from on_ranks import on_ranks
 from problems import (
     ELEMENT_WISE,
@@ -35,39 +37,32 @@ BUCKET_BYTES = 1 << 12
 """Small, so that there are several buckets."""
 
 
-def unsharded(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return case.optimizer_class(make_groups(params, case.optimizer_class), **case.fresh_options())
+def check(case: Case, make: Any, combinations: Any = COMBINATIONS, layout: str = "") -> None:
+    """Compare with the unsharded class, on parameters in groups and several buckets."""
 
+    def script(opt: Any, params: list[nn.Parameter]) -> int:
+        assert not layout or not hasattr(opt, "plan") or opt.plan.layout == layout
+        start, strides = copies(params), [param.stride() for param in params]
+        changed = differing(start, train(opt, params, STEPS, missing=case.missing))
+        assert strides == [param.stride() for param in params], "the memory format changed"
+        return len(changed)
 
-def sharded(case: Case, params: list[nn.Parameter], **kwargs: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(
-        make_groups(params, case.optimizer_class),
-        case.optimizer_class,
-        bucket_bytes=BUCKET_BYTES,
-        **kwargs,
-        **case.fresh_options(),
-    )
+    def given(params: list[nn.Parameter]) -> Any:
+        return make_groups(params, case.optimizer_class)
+
+    follow(script, case, make, given, combinations, bucket_bytes=BUCKET_BYTES)
 
 
 @pytest.mark.slow
 @on_ranks(1, 2, 3, 4)
 def test_every_element_wise_class_keeps_its_numbers() -> None:
-    """Both layouts, one of them with bucket views; the next set of options has it the other way."""
     for number, case in enumerate(ELEMENT_WISE):
         params = make_params()
-        expected = train(unsharded(case, params), params, STEPS, missing=case.missing)
-        untouched = make_params()
-        assert len(differing(untouched, expected)) >= 6, f"{case} hardly changed anything"
-        for turn, layout in enumerate(LAYOUTS):
-            view = (number + turn) % 2 == 0
-            params = make_params()
-            opt = sharded(case, params, layout=layout, parameters_as_bucket_view=view)
-            try:
-                got = train(opt, params, STEPS, missing=case.missing)
-            except Exception as error:
-                error.add_note(f"in {case}, layout {layout}, view {view}")
-                raise
-            assert_same(expected, got, f"{case}, layout {layout}, view {view}")
+        groups = make_groups(params, case.optimizer_class)
+        plain = case.optimizer_class(groups, **case.fresh_options())
+        changed = differing(make_params(), train(plain, params, STEPS, missing=case.missing))
+        assert len(changed) >= 6, f"{case} hardly changed anything"
+        check(case, make_params, in_turn(number))
 
 
 @on_ranks(2, 3)
@@ -84,13 +79,7 @@ def test_parameters_of_several_dtypes_train_in_one_optimizer() -> None:
         Case(optim.Adagrad, {"lr_decay": 0.1}),
     ]
     for number, case in enumerate(cases):
-        params = make_params(shapes, frozen=(3,), dtypes=dtypes)
-        expected = train(unsharded(case, params), params, STEPS)
-        for place, layout in enumerate(LAYOUTS):
-            view = (number + place) % 2 == 0
-            params = make_params(shapes, frozen=(3,), dtypes=dtypes)
-            opt = sharded(case, params, layout=layout, parameters_as_bucket_view=view)
-            assert_same(expected, train(opt, params, STEPS), (case, layout, view))
+        check(case, partial(make_params, shapes, frozen=(3,), dtypes=dtypes), in_turn(number))
 
 
 def _channels_last_params() -> list[nn.Parameter]:
@@ -104,44 +93,26 @@ def _channels_last_params() -> list[nn.Parameter]:
 @pytest.mark.slow
 @on_ranks(2, 3)
 def test_channels_last_parameters_keep_numbers_and_format() -> None:
-    cases = [
-        Case(optim.SGD, {"momentum": 0.9}),
-        Case(optim.AdamW, {"fused": True}),
-        Case(optim.Adam),
-    ]
-    for case, layout, view in itertools.product(cases, LAYOUTS, (False, True)):
-        params = _channels_last_params()
-        expected = train(unsharded(case, params), params, STEPS)
-        params = _channels_last_params()
-        strides = [param.stride() for param in params]
-        opt = sharded(case, params, layout=layout, parameters_as_bucket_view=view)
-        assert_same(expected, train(opt, params, STEPS), (case, layout, view))
-        assert strides == [param.stride() for param in params], "the memory format changed"
+    sgd, adamw = Case(optim.SGD, {"momentum": 0.9}), Case(optim.AdamW, {"fused": True})
+    for case in (sgd, adamw, Case(optim.Adam)):
+        check(case, _channels_last_params)
 
 
 @on_ranks(2)
-def test_a_gradient_may_lie_in_memory_otherwise_than_its_parameter() -> list[str]:
+def test_a_gradient_may_lie_in_memory_otherwise_than_its_parameter() -> None:
     """A contiguous gradient of a channels-last weight; the class has to be one whose result does
     not depend on whether a kernel runs over strides or not, which plain SGD's is."""
-    failures = []
-    for layout in LAYOUTS:
-        results = []
-        for make in (optim.SGD, ZeroRedundancyOptimizer):
-            params = _channels_last_params()
-            args = () if make is optim.SGD else (optim.SGD,)
-            extra = {} if make is optim.SGD else {"layout": layout}
-            opt: Any = make(params, *args, lr=0.25, **extra)
-            for step in STEPS:
-                set_gradients(params, step)
-                for param in params:
-                    if param.grad is not None:
-                        # Multiples of 1/4 without rounding: exact in any order.
-                        param.grad = (param.grad * 4).round().contiguous()
-                opt.step()
-            results.append(copies(params))
-        if wrong := differing(*results):
-            failures.append(f"{layout}: {wrong}")
-    return failures
+
+    def script(opt: Any, params: list[nn.Parameter]) -> None:
+        for step in STEPS:
+            set_gradients(params, step)
+            for param in params:
+                if param.grad is not None:
+                    # Multiples of 1/4 without rounding: exact in any order.
+                    param.grad = (param.grad * 4).round().contiguous()
+            opt.step()
+
+    follow(script, Case(optim.SGD, {"lr": 0.25}), _channels_last_params)
 
 
 WHOLE_TENSOR = [
@@ -154,69 +125,48 @@ WHOLE_TENSOR = [
 
 @on_ranks(1, 2, 3, 4)
 def test_classes_that_look_at_whole_tensors_get_them() -> None:
-    for case, view in itertools.product(WHOLE_TENSOR, (False, True)):
-        # Muon takes matrices only.
-        shapes = [(17, 31), (40, 8), (5, 5), (1, 7), (64, 33)]
-        params = make_params(shapes, frozen=(2,))
-        expected = train(unsharded(case, params), params, STEPS)
-        params = make_params(shapes, frozen=(2,))
-        opt = sharded(case, params, parameters_as_bucket_view=view)
-        assert opt.plan.layout == "whole", f"{case}: layout {opt.plan.layout}"
-        assert_same(expected, train(opt, params, STEPS), f"{case}, view {view}")
+    shapes = [(17, 31), (40, 8), (5, 5), (1, 7), (64, 33)]  # Muon takes matrices only
+    make = partial(make_params, shapes, frozen=(2,))
+    for case in WHOLE_TENSOR:
+        check(case, make, [("auto", False), ("auto", True)], layout="whole")
 
 
-@pytest.mark.parametrize("view", [False, True])
 @on_ranks(3)
-def test_sparse_gradients_reach_sparse_adam(view: bool) -> list[int]:
-    def run(make: Any) -> list[torch.Tensor]:
-        params = make_params([(40, 6), (31, 4), (12, 3)], frozen=())
-        opt = make(params)
+def test_sparse_gradients_reach_sparse_adam() -> None:
+    def script(opt: Any, params: list[nn.Parameter]) -> None:
         for step in STEPS:
             random = torch.Generator().manual_seed(step)
             for number, param in enumerate(params):
                 rows = torch.randint(0, param.shape[0], (1, 5), generator=random)
                 values = torch.randn(5, param.shape[1], generator=random)
-                absent = (step + number) % 4 == 0
-                param.grad = (
-                    None
-                    if absent
-                    else torch.sparse_coo_tensor(rows, values, param.shape).coalesce()
-                )
+                grad = torch.sparse_coo_tensor(rows, values, param.shape).coalesce()
+                param.grad = None if (step + number) % 4 == 0 else grad
             opt.step()
-        return copies(params)
 
-    expected = run(lambda params: optim.SparseAdam(params, lr=0.01))
-    got = run(
-        lambda params: ZeroRedundancyOptimizer(
-            params, optim.SparseAdam, parameters_as_bucket_view=view, lr=0.01
-        )
-    )
-    return differing(expected, got)
+    make = partial(make_params, [(40, 6), (31, 4), (12, 3)], frozen=())
+    each = [("auto", False), ("auto", True)]
+    follow(script, Case(optim.SparseAdam, {"lr": 0.01}), make, combinations=each)
 
 
 @pytest.mark.slow
 @on_ranks(2, 3)
 def test_the_naive_versions_agree() -> None:
     """One set of options per class: the naive versions are slow."""
-    world_size = dist.get_world_size()
     firsts = {case.optimizer_class: case for case in reversed(ELEMENT_WISE)}
+    versions: list[Callable[..., Any]] = [
+        NaiveZero,
+        lambda groups, cls, **options: SlicedZero(groups, cls, dist.get_world_size(), **options),
+        *(
+            partial(ZeroRedundancyOptimizer, layout=layout, bucket_bytes=BUCKET_BYTES)
+            for layout in LAYOUTS
+        ),
+    ]
     for case in firsts.values():
-        results = {}
-        params = make_params(frozen=())
-        naive = NaiveZero(
-            make_groups(params, case.optimizer_class), case.optimizer_class, **case.options
-        )
-        results["naive"] = train(naive, params, STEPS)
-        params = make_params(frozen=())
-        simulated = SlicedZero(
-            make_groups(params, case.optimizer_class),
-            case.optimizer_class,
-            world_size,
-            **case.options,
-        )
-        results["simulated"] = train(simulated, params, STEPS)
-        for layout in LAYOUTS:
+        results = []
+        for version in versions:
             params = make_params(frozen=())
-            results[layout] = train(sharded(case, params, layout=layout), params, STEPS)
-        for one, other in itertools.combinations(results, 2):
-            assert_same(results[one], results[other], f"{case}: {one} and {other} differ in")
+            groups = make_groups(params, case.optimizer_class)
+            opt = version(groups, case.optimizer_class, **case.fresh_options())
+            results.append(train(opt, params, STEPS))
+        for number, other in enumerate(results):
+            assert_same(results[0], other, f"{case}: version {number}")

@@ -30,7 +30,7 @@ from dtensors import (
     step_both,
 )
 from on_ranks import on_ranks
-from problems import Case, assert_same, difference, differing
+from problems import Case, assert_alike, assert_same, differing
 from ranks import run_ranks
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, Shard
@@ -45,9 +45,14 @@ def _train(mesh: Any, models: list[Any], opts: list[Any], steps: range) -> None:
         opt.zero_grad()
 
 
-def _trained_like_unsharded(dp: int, tp: int) -> list[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize(("dp", "tp"), MESHES)
+def test_a_tensor_parallel_model_trains_as_with_the_unsharded_optimizer(dp: int, tp: int) -> None:
+    run_ranks(_trained_like_unsharded, dp * tp, dp, tp)
+
+
+def _trained_like_unsharded(dp: int, tp: int) -> None:
     mesh = make_mesh(dp, tp)
-    failures = []
     for case, views in itertools.product(CASES, (False, True)):
         models = [make_model(mesh), make_model(mesh)]
         assert isinstance(models[1].up.weight, DTensor)
@@ -59,15 +64,7 @@ def _trained_like_unsharded(dp: int, tp: int) -> list[str]:
         _train(mesh, models, opts, STEPS)
         expected, got = (parts(model.parameters()) for model in models)
         assert len(differing(start, expected)) == len(start), "something was left as it was"
-        if wrong := differing(expected, got):
-            failures.append(f"{case}, views {views}: parameters {wrong}")
-    return failures
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dp", "tp"), MESHES)
-def test_a_tensor_parallel_model_trains_as_with_the_unsharded_optimizer(dp: int, tp: int) -> None:
-    assert run_ranks(_trained_like_unsharded, dp * tp, dp, tp) == [[]] * (dp * tp)
+        assert_same(expected, got, (case, views))
 
 
 @on_ranks(4)
@@ -141,11 +138,10 @@ def test_autograd_sees_that_a_step_changed_a_dtensor() -> None:
 
 
 @on_ranks(4)
-def test_dtensors_may_be_frozen_unfrozen_and_converted() -> list[str]:
+def test_dtensors_may_be_frozen_unfrozen_and_converted() -> None:
     """Another dtype, and another set of trainable parameters, between two steps."""
     mesh = make_mesh(2, 2)
     case = CASES[2]
-    failures = []
     for views in (False, True):
         models = [make_model(mesh, plain=False), make_model(mesh, plain=False)]
         opt = sharded(models[1].parameters(), mesh, case, parameters_as_bucket_view=views)
@@ -154,60 +150,49 @@ def test_dtensors_may_be_frozen_unfrozen_and_converted() -> list[str]:
             for model in models:
                 model.up.weight.requires_grad_(trains)
             _train(mesh, models, opts, steps)
-        if wrong := differing(*(parts(model.parameters()) for model in models)):
-            failures.append(f"views {views}: parameters {wrong}")
-        before = parts(models[1].parameters())
+        assert_same(*(parts(model.parameters()) for model in models), views)
+        before = [part.double() for part in parts(models[1].parameters())]
         models[1].double()
         backward(models[1], mesh, 9, torch.float64)
         opt.step()
         now = parts(models[1].parameters())
-        if any(part.dtype != torch.float64 for part in now):
-            failures.append(f"views {views}: not all are float64")
-        if len(differing([part.double() for part in before], now)) < len(now):
-            failures.append(f"views {views}: a step in float64 left something as it was")
-    return failures
+        assert all(part.dtype == torch.float64 for part in now)
+        assert len(differing(before, now)) == len(now), "a step left something as it was"
 
 
 # ----------------------------------------------------------------------------------- the state
 
 
-def _saved_and_loaded(dp: int, tp: int) -> list[str]:
+def _saved_and_loaded(dp: int, tp: int) -> None:
     """Trained, consolidated, loaded into another optimizer at the same place, and trained on.
 
     With bucket views before the load or after it, in turn.
     """
     mesh = make_mesh(dp, tp)
-    failures = []
     for number, case in enumerate(CASES):
         views = (number + tp) % 2 == 0
         expected, got = made_params(mesh), made_params(mesh)
         plain = Unsharded(expected, case)
         opt = sharded(got, mesh, case, parameters_as_bucket_view=views)
-        if wrong := step_both(mesh, (expected, plain), (got, opt)):
-            failures.append(f"{case}, views {views}: parameters {wrong}")
+        assert not step_both(mesh, (expected, plain), (got, opt)), (case, views)
         for to in range(dp):
             opt.consolidate_state_dict(to=to)
         saved: list[Any] = [opt.state_dict() if mesh["dp"].get_local_rank() == dp - 1 else None]
         dist.broadcast_object_list(saved, group=mesh["dp"].get_group(), group_src=dp - 1)
         for index, param in enumerate(expected):
             want = {key: local(value) for key, value in plain.state(param).items()}
-            failures += [
-                f"{case}, views {views}: state of {index}"
-                for found in (opt.full_state(got[index]), saved[0]["state"][index])
-                if difference(want, found)
-            ]
+            assert_alike(want, opt.full_state(got[index]), (case, views, index))
+            assert_alike(want, saved[0]["state"][index], (case, views, index))
         resumed = sharded(got, mesh, case, layout="auto", parameters_as_bucket_view=not views)
         resumed.load_state_dict(saved[0])
-        if wrong := step_both(mesh, (expected, plain), (got, resumed), LATER):
-            failures.append(f"{case}, views {views}: parameters {wrong} after loading")
-    return failures
+        assert not step_both(mesh, (expected, plain), (got, resumed), LATER), (case, views)
 
 
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
 def test_parameters_and_state_are_those_of_the_unsharded_part_and_load_at_the_same_place(
     dp: int, tp: int
 ) -> None:
-    assert run_ranks(_saved_and_loaded, dp * tp, dp, tp) == [[]] * (dp * tp)
+    run_ranks(_saved_and_loaded, dp * tp, dp, tp)
 
 
 @on_ranks(4)

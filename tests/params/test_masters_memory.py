@@ -9,6 +9,7 @@ import pytest
 import torch
 from memory import held_memory
 from models import MLP
+from on_ranks import on_ranks
 from problems import LAYOUTS
 from ranks import run_ranks
 from sixteen_bits import AT_RANDOM, MASTERS, give_gradients, loss_of, train_on, zero_of
@@ -79,7 +80,8 @@ def test_memory_is_2_bytes_and_12_and_4_divided_by_the_ranks(world_size: int) ->
             assert sum(found[what] for found in outcomes) == pytest.approx(bytes_each, rel=1e-6)
 
 
-def _drop_in_bytes() -> dict[str, float]:
+@on_ranks(2, fresh=True)
+def test_a_drop_in_holds_masters_and_moments_and_gradients_during_the_step_only() -> None:
     gc.freeze()
     torch.manual_seed(0)
     module = MLP(width=192, depth=16).bfloat16()
@@ -95,13 +97,8 @@ def _drop_in_bytes() -> dict[str, float]:
         opt.step()
         opt.zero_grad()
     found["resting"] = (_held() - empty) / numel
-    return found
-
-
-def test_a_drop_in_holds_masters_and_moments_and_gradients_during_the_step_only() -> None:
-    for found in run_ranks(_drop_in_bytes, 2, fresh=True):
-        assert found["copies of gradients"] <= 4 / 2 * 1.02
-        assert found["resting"] <= 12 / 2 * 1.02 + 0.1
+    assert found["copies of gradients"] <= 4 / 2 * 1.02
+    assert found["resting"] <= 12 / 2 * 1.02 + 0.1
 
 
 def test_stochastic_rounding_keeps_nothing_but_moments() -> None:

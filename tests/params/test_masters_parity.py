@@ -193,7 +193,8 @@ def test_gradients_add_up_in_fp32_and_travel_in_the_dtype_that_is_asked_for(
     assert run_ranks(_compare, world_size, names, loops, policies) == [[]] * world_size
 
 
-def _wire_bytes() -> dict[str, tuple[int, int]]:
+@on_ranks(2)
+def test_parameters_travel_in_their_own_dtype_and_gradients_as_told() -> None:
     """Bytes that this rank has sent for gradients and for parameters, by policy."""
     found = {}
     for name, policy in POLICIES.items():
@@ -203,15 +204,10 @@ def _wire_bytes() -> dict[str, tuple[int, int]]:
         reduced = zero.opt.shards.comm.ledger.nbytes_sent["reduce_scatter"]
         zero.finish()
         found[name] = (reduced, zero.opt.mode.gather_comm.ledger.nbytes_sent["all_gather"])
-    return found
-
-
-def test_parameters_travel_in_their_own_dtype_and_gradients_as_told() -> None:
-    for found in run_ranks(_wire_bytes, 2):
-        reduced, gathered = found["default"]
-        assert reduced == gathered  # 16 bits both ways
-        assert found["bf16 wire"] == (reduced, gathered)
-        assert found["fp32 wire"] == (2 * reduced, gathered)
+    reduced, gathered = found["default"]
+    assert reduced == gathered  # 16 bits both ways
+    assert found["bf16 wire"] == (reduced, gathered)
+    assert found["fp32 wire"] == (2 * reduced, gathered)
 
 
 @pytest.mark.slow

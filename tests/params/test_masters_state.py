@@ -165,7 +165,8 @@ def test_masters_of_another_model_are_refused(masters: Any, match: str) -> None:
     assert all(torch.equal(before[i], master) for i, master in opt.shards.masters().items())
 
 
-def _masters_by_hand() -> bool:
+@on_ranks(2)
+def test_masters_can_be_taken_and_put_back_piece_by_piece() -> None:
     """What a checkpoint of pieces does: take this rank's masters, and put them back."""
     module = bf16_mlp()
     opt = zero_of(module)
@@ -176,14 +177,10 @@ def _masters_by_hand() -> bool:
         numel = pieces[index].param_interval.numel
         assert master.shape == (opt.plan.specs[index].shape if pieces[index].entire else (numel,))
     opt.shards.set_masters({})
-    made = all(torch.equal(m, m.bfloat16().float()) for m in opt.shards.masters().values())
+    assert all(torch.equal(m, m.bfloat16().float()) for m in opt.shards.masters().values())
     opt.shards.set_masters(kept)
-    back = all(torch.equal(kept[i], m) for i, m in opt.shards.masters().items())
-    return made and back and kept.keys() == pieces.keys()
-
-
-def test_masters_can_be_taken_and_put_back_piece_by_piece() -> None:
-    assert run_ranks(_masters_by_hand, 2) == [True, True]
+    assert all(torch.equal(kept[i], m) for i, m in opt.shards.masters().items())
+    assert kept.keys() == pieces.keys()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -207,7 +204,9 @@ def test_state_from_when_a_parameter_was_frozen_is_as_wide_as_that_of_others(
     return difference(*states)
 
 
-def _state_of_what_becomes_narrow(layout: str) -> list[str | None]:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_what_becomes_narrow_keeps_the_state_it_has(layout: str) -> None:
     """Trained in fp32, cast to fp16 while it is frozen or while it is not, and trained on."""
     found = []
     for freeze in (False, True):
@@ -227,9 +226,4 @@ def _state_of_what_becomes_narrow(layout: str) -> list[str | None]:
         params[0].requires_grad_(True)
         opt.step()
         found.append(difference(expected, [opt.full_state(param)["sum"] for param in params]))
-    return found
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_becomes_narrow_keeps_the_state_it_has(layout: str) -> None:
-    assert run_ranks(_state_of_what_becomes_narrow, 2, layout) == [[None, None]] * 2
+    assert (found) == [None, None]
