@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from problems import LAYOUTS, Case, differing, make_groups, make_params, train
-from ranks import run_ranks
+from on_ranks import on_ranks
+from problems import LAYOUTS, Case, assert_same, differing, make_groups, make_params, train
 from reference.naive_masters import NaiveMasters
 from torch import Tensor, nn, optim
 
@@ -62,7 +62,7 @@ def _matrices() -> list[nn.Parameter]:
     return make_params(shapes, dtypes=(BF16,), frozen=(2,))
 
 
-def _drop_in() -> list[str]:
+def _drop_in() -> None:
     problems: list[tuple[Case, Callable[[], list[nn.Parameter]], str]] = [
         (case, partial(make_params, dtypes=dtypes), layout)
         for case, dtypes, layout in itertools.product(CASES, MIXES, LAYOUTS)
@@ -71,26 +71,22 @@ def _drop_in() -> list[str]:
     problems += [(CASES[0], _channels_last, layout) for layout in LAYOUTS]
     # Classes that look at a whole tensor look at a whole master.
     problems += [(Case(optim.Adafactor), _matrices, "auto"), (Case(optim.Muon), _matrices, "auto")]
-    failures = []
     turns = itertools.cycle((False, True))
     for case, make, layout in problems:
         expected = _trained(case, make, _Oracle)
         narrow = _trained(case, make, lambda groups, cls, **options: cls(groups, **options))
-        if not differing(expected, narrow):
-            failures.append(f"{case}: masters make no difference")
+        assert differing(expected, narrow), f"{case}: masters make no difference"
         options: dict[str, Any] = {"layout": layout, "parameters_as_bucket_view": next(turns)}
         options |= {"precision": MixedPrecision(), "bucket_bytes": 1 << 12}
         got = _trained(case, make, partial(ZeroRedundancyOptimizer, **options))
-        if wrong := differing(expected, got):
-            failures.append(f"{case}, {make}, {options}: parameters {wrong}")
-    return failures
+        assert_same(expected, got, (case, make, options))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_drop_in_with_masters_has_their_numbers(world_size: int) -> None:
-    assert run_ranks(_drop_in, world_size) == [[]] * world_size
+@on_ranks(1, 2, 3)
+def test_a_drop_in_with_masters_has_their_numbers() -> None:
+    _drop_in()
 
 
 def test_without_a_process_group_too() -> None:
-    assert _drop_in() == []
+    _drop_in()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from models import (
     ADAMW,
@@ -53,75 +56,99 @@ def static_graph(setup: Setup) -> list[Tensor]:
     return train(setup, MLP_PROBLEM, range(5))
 
 
+# ------------------------------------------------------------------------------ sequences of acts
+
+
+def _same_everywhere(setup: Setup, step: int) -> None:
+    """A pass with the same batch on all ranks: under DDP each rank steps on its own gradients."""
+    setup.model(noise(step, 6, 16, of=0)).square().mean().backward()
+
+
+def _held_back(setup: Setup, act: Callable[[Setup, int], Any], step: int) -> None:
+    with setup.no_sync():
+        act(setup, step)
+
+
+ACTS: dict[str, Callable[[Setup, int], Any]] = {
+    "backward": Setup.backward,
+    "hold": lambda setup, step: _held_back(setup, Setup.backward, step),
+    "hold same": lambda setup, step: _held_back(setup, _same_everywhere, step),
+    "step": lambda setup, _: setup.opt.step(),
+    "clip": lambda setup, _: [setup.clip(1e9)],  # its last bit may differ: not compared
+    "clear": lambda setup, _: setup.opt.zero_grad(),
+    "clear module": lambda setup, _: setup.module.zero_grad(),
+    "clear a layer": lambda setup, _: setup.module.get_submodule("layers.1").zero_grad(),
+    "zero": lambda setup, _: setup.opt.zero_grad(set_to_none=False),
+    "zero module": lambda setup, _: setup.module.zero_grad(set_to_none=False),
+}
+
+
+def sequence(name: str, acts: str, rounds: int = 3, **options: Any) -> None:
+    """Add a scenario that does these acts so many times."""
+
+    def loop(setup: Setup) -> list[Tensor]:
+        done = [ACTS[act](setup, step) for step, act in enumerate(rounds * acts.split(", "))]
+        return [value for value in done if isinstance(value, Tensor)]
+
+    loop.__name__ = name
+    scenario(**options)(loop)
+
+
+SUMS = {"modes": APART, "close": MODULE, "kinds": [SGD]}
+"""DDP adds the next gradient to the mean of the last and takes the mean of both. `module=` takes
+the mean of each and adds."""
+ZEROS = {"kinds": [SGD, ADAMW, FOREACH]}
+
+sequence("accumulate_with_no_sync", "hold, hold, backward, step, clear")
+sequence("accumulate_and_clear_through_the_module", "hold, backward, step, clear module")
+sequence("accumulate_without_no_sync", "backward, backward, backward, step, clear", **SUMS)
+sequence("hold_back_after_what_was_sent", "backward, hold, backward, step, clear", **SUMS)
+# Gradients that were held back and cleared must not come back with a later pass.
+sequence(
+    "accumulate_after_giving_up",
+    "backward, hold, clear module, backward, backward, step, clear",
+    **SUMS,
+)
+sequence(
+    "give_up_what_was_held_back",
+    "hold, clear, backward, hold, clear module, backward, step, clear",
+    modes=APART,
+)
+sequence(
+    "step_on_what_was_held_back",
+    "hold same, step, zero, hold same, step, zero, hold same, clip, hold same, step,"
+    " zero, hold same, step, zero, hold same, step, hold same, step",
+    rounds=1,
+    modes=APART,
+)
+sequence("clear_first", "clear, backward, step", 4)
+sequence("clear_through_the_module", "clear module, backward, step", 5)
+sequence("zero_in_place", "backward, step, zero", 5, **ZEROS)
+sequence("zero_in_place_through_the_module", "backward, step, zero module", 5, **ZEROS)
+# Momentum and weight decay go on.
+sequence("step_on_zeros", "backward, step, zero, step", 5, modes=APART, **ZEROS)
+# Some gradients have been sent and some not when all are cleared.
+sequence(
+    "hold_back_and_zero_in_place",
+    "backward, clear a layer, hold, zero, backward, step, clear",
+    modes=APART,
+    **ZEROS,
+)
+# A gradient of zeros, of which nothing was ever sent, is one: weight decay goes on.
+sequence(
+    "zero_what_was_held_back_and_step",
+    "hold, zero, step, clear, backward, step, clear, "
+    "hold, zero module, step, clear, backward, step, clear",
+    2,
+    modes=APART,
+    **ZEROS,
+)
+sequence("never_clear", "backward, step", 4, close=MODULE, kinds=[SGD])
+sequence("skip_steps", "backward, clear, backward, step, clear", modes=APART)
+sequence("step_again_on_the_same_gradients", "backward, step, step, step, clear", 4, modes=APART)
+sequence("step_without_gradients", "step, clear, backward, step, clear", 4, modes=APART)
+
 # -------------------------------------------------------------------------- adding gradients up
-
-
-@scenario()
-def accumulate_with_no_sync(setup: Setup) -> list[Tensor]:
-    losses = []
-    for step in range(0, 9, 3):
-        with setup.no_sync():
-            losses += [setup.backward(step), setup.backward(step + 1)]
-        losses.append(setup.backward(step + 2))
-        setup.finish()
-    return losses
-
-
-@scenario()
-def accumulate_and_clear_through_the_module(setup: Setup) -> None:
-    for step in range(0, 9, 3):
-        with setup.no_sync():
-            setup.backward(step)
-        setup.backward(step + 1)
-        setup.opt.step()
-        setup.module.zero_grad()
-
-
-@scenario(modes=APART, close=MODULE, kinds=[SGD])
-def accumulate_without_no_sync(setup: Setup) -> None:
-    """DDP adds the next gradient to the mean of the last and takes the mean of both. `module=`
-    takes the mean of each and adds."""
-    for step in range(0, 9, 3):
-        for each in range(3):
-            setup.backward(step + each)
-        setup.finish()
-
-
-@scenario(modes=APART, close=MODULE, kinds=[SGD])
-def hold_back_after_what_was_sent(setup: Setup) -> None:
-    for step in range(0, 9, 3):
-        setup.backward(step)
-        with setup.no_sync():
-            setup.backward(step + 1)
-        setup.backward(step + 2)
-        setup.finish()
-
-
-@scenario(modes=APART, close=MODULE, kinds=[SGD])
-def accumulate_after_giving_up(setup: Setup) -> None:
-    """Gradients that were held back and cleared must not come back with a later pass."""
-    for step in range(0, 12, 4):
-        setup.backward(step)
-        with setup.no_sync():
-            setup.backward(step + 1)
-        setup.module.zero_grad()
-        setup.backward(step + 2)
-        setup.backward(step + 3)
-        setup.finish()
-
-
-@scenario(modes=APART)
-def give_up_what_was_held_back(setup: Setup) -> None:
-    for step in range(0, 12, 4):
-        with setup.no_sync():
-            setup.backward(step)
-        setup.opt.zero_grad()
-        setup.backward(step + 1)
-        with setup.no_sync():
-            setup.backward(step + 2)
-        setup.module.zero_grad()
-        setup.backward(step + 3)
-        setup.finish()
 
 
 @scenario(modes=APART)
@@ -147,25 +174,6 @@ def ask_for_some_gradients(setup: Setup) -> None:
         setup.finish()
 
 
-def _same_everywhere(setup: Setup, step: int) -> None:
-    """A pass with the same batch on all ranks: under DDP each rank steps on its own gradients."""
-    setup.model(noise(step, 6, 16, of=0)).square().mean().backward()
-
-
-@scenario(modes=APART)
-def step_on_what_was_held_back(setup: Setup) -> None:
-    for step in range(6):
-        with setup.no_sync():
-            _same_everywhere(setup, step)
-        if step == 2:
-            setup.clip(1e9)
-            with setup.no_sync():
-                _same_everywhere(setup, 9)
-        setup.opt.step()
-        if step < 4:
-            setup.opt.zero_grad(set_to_none=False)
-
-
 @scenario(modes=APART)
 def clip_and_step_while_holding_back(setup: Setup) -> None:
     for step in range(0, 9, 3):
@@ -181,14 +189,6 @@ def clip_and_step_while_holding_back(setup: Setup) -> None:
 # ---------------------------------------------------------------------------- clearing gradients
 
 
-@scenario()
-def clear_first(setup: Setup) -> None:
-    for step in range(4):
-        setup.opt.zero_grad()
-        setup.backward(step)
-        setup.opt.step()
-
-
 @scenario(gradient_as_bucket_view=True)
 def clear_between_forward_and_backward(setup: Setup) -> None:
     for step in range(4):
@@ -196,62 +196,6 @@ def clear_between_forward_and_backward(setup: Setup) -> None:
         setup.opt.zero_grad()
         loss.backward()
         setup.opt.step()
-
-
-@scenario()
-def clear_through_the_module(setup: Setup) -> None:
-    for step in range(5):
-        setup.module.zero_grad()
-        setup.backward(step)
-        setup.opt.step()
-
-
-@scenario(kinds=[SGD, ADAMW, FOREACH])
-def zero_in_place(setup: Setup) -> None:
-    for step in range(5):
-        setup.backward(step)
-        setup.opt.step()
-        setup.opt.zero_grad(set_to_none=False)
-
-
-@scenario(kinds=[SGD, ADAMW, FOREACH])
-def zero_in_place_through_the_module(setup: Setup) -> None:
-    for step in range(5):
-        setup.backward(step)
-        setup.opt.step()
-        setup.module.zero_grad(set_to_none=False)
-
-
-@scenario(modes=APART, kinds=[SGD, ADAMW, FOREACH])
-def step_on_zeros(setup: Setup) -> None:
-    """Momentum and weight decay go on."""
-    zero_in_place(setup)
-    setup.opt.step()
-
-
-@scenario(modes=APART, kinds=[SGD, ADAMW, FOREACH])
-def hold_back_and_zero_in_place(setup: Setup) -> None:
-    """Some gradients have been sent and some not when all are cleared."""
-    for step in range(0, 9, 3):
-        setup.backward(step)
-        setup.module.get_submodule("layers.1").zero_grad()
-        with setup.no_sync():
-            setup.backward(step + 1)
-        setup.opt.zero_grad(set_to_none=False)
-        setup.backward(step + 2)
-        setup.finish()
-
-
-@scenario(modes=APART, kinds=[SGD, ADAMW, FOREACH])
-def zero_what_was_held_back_and_step(setup: Setup) -> None:
-    """A gradient of zeros, of which nothing was ever sent, is one: weight decay goes on."""
-    for step in range(0, 6, 2):
-        with setup.no_sync():
-            setup.backward(step)
-        (setup.module if step else setup.opt).zero_grad(set_to_none=False)
-        setup.finish()
-        setup.backward(step + 1)
-        setup.finish()
 
 
 @scenario(BRANCHING, modes=APART, kinds=[SGD])
@@ -265,13 +209,6 @@ def zero_what_was_held_back_for_the_first_time(setup: Setup) -> None:
         setup.finish()
         setup.model(noise(step, 6, 16), [0]).square().mean().backward()
         setup.finish()
-
-
-@scenario(close=MODULE, kinds=[SGD])
-def never_clear(setup: Setup) -> None:
-    for step in range(4):
-        setup.backward(step)
-        setup.opt.step()
 
 
 @scenario(modes=APART)
@@ -315,32 +252,6 @@ def replace_by_hand(setup: Setup) -> None:
 
 
 # ---------------------------------------------------------------------------------------- steps
-
-
-@scenario(modes=APART)
-def skip_steps(setup: Setup) -> None:
-    for step in range(6):
-        setup.backward(step)
-        if step % 2:
-            setup.opt.step()
-        setup.opt.zero_grad()
-
-
-@scenario(modes=APART)
-def step_again_on_the_same_gradients(setup: Setup) -> None:
-    for step in range(4):
-        setup.backward(step)
-        setup.opt.step()
-        setup.opt.step()
-        setup.finish()
-
-
-@scenario(modes=APART)
-def step_without_gradients(setup: Setup) -> None:
-    for step in range(4):
-        setup.finish()
-        setup.backward(step)
-        setup.finish()
 
 
 @scenario()
