@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_ways import HOOKS, WAYS, compare, expected, in_ddp, overlapping, plain_loop, seen_in
+from ddp_ways import HOOKS, WAYS, compare, expected, in_ddp, overlapping, seen_in, set_up
 from doubles import AnyOrder, LateArrival, behind_the_door
 from graphs import READS
-from models import ADAMW, MLP, MLP_PROBLEM, Setup, failing, noise, rank
+from models import ADAMW, MLP, MLP_PROBLEM, Setup, noise, rank
 from on_ranks import on_ranks
-from problems import OneByOne, copies, differing
-from ranks import each_raises_on_every_rank, run_ranks
+from problems import OneByOne, assert_same, copies
+from ranks import each_raises_on_every_rank
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -24,9 +24,6 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 
 from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step, register
-
-FINE = [[], []]
-
 
 # DDP compares the annotations of a hook with classes, so that here, where they are strings, hooks
 # that it is handed have none.
@@ -100,38 +97,27 @@ COUNTING = (CountsInGroups, CountsInItself)
 
 
 @on_ranks(2)
-def test_a_class_that_counts_steps_may_step_at_the_end_of_backward() -> list[str]:
-    checks = []
+def test_a_class_that_counts_steps_may_step_at_the_end_of_backward() -> None:
     for counting in COUNTING:
-        for way, found in compare(plain_loop(), kind=(counting, {}), ways=["hook", "register"]):
-            checks.append((f"{counting.__name__}, {way}", found))
-    return failing(checks)
+        compare((counting, {}), ways=["hook", "register"])
 
 
-def counting_by_buckets(counting: type[Optimizer], module: type[nn.Module]) -> None:
+def one_weight() -> nn.Module:
+    """There is nothing in it for the second rank to own, and so to count."""
+    return nn.Sequential(nn.Linear(16, 4, bias=False))
+
+
+def counting_by_buckets(counting: type[Optimizer], module: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     setup = overlapping("interleaved", module(), (counting, {}), comm_hook=at_once)
     setup.backward(0)
 
 
-class OneWeight(nn.Module):
-    """There is nothing in it for the second rank to own, and so to count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        return out
-
-
 def test_it_may_not_step_by_buckets() -> None:
     match = "{} counts its steps.*use hook_with_zero_step"
-    runs = itertools.product(COUNTING, [MLP, OneWeight])
     cases = [
-        (counting_by_buckets, RuntimeError, match.format(counting.__name__), counting, module)
-        for counting, module in runs
+        (counting_by_buckets, RuntimeError, match.format(run[0].__name__), *run)
+        for run in itertools.product(COUNTING, [MLP, one_weight])
     ]
     each_raises_on_every_rank(2, cases)
 
@@ -149,32 +135,22 @@ def power_state() -> Any:
 
 
 @on_ranks(2)
-def test_any_communication_hook() -> list[str]:
-    checks = []
-    for hook in (allreduce_hook, default_hooks.fp16_compress_hook, bf16, at_once):
-        for kind in (ADAMW, (optim.Adafactor, {"lr": 0.01})):
-            for way, found in compare(plain_loop(), kind=kind, ways=list(HOOKS), comm_hook=hook):
-                checks.append((f"{hook.__name__}, {kind}, {way}", found))
+def test_any_communication_hook() -> None:
+    hooks = (allreduce_hook, default_hooks.fp16_compress_hook, bf16, at_once)
+    for hook, kind in itertools.product(hooks, (ADAMW, (optim.Adafactor, {"lr": 0.01}))):
+        compare(kind, list(HOOKS), comm_hook=hook)
     # One bucket: PowerSGD sends from the threads in which earlier messages arrive, and on Gloo
     # DDP's own buckets mix their messages up.
-    for way, found in compare(
-        plain_loop(steps=6),
-        ways=list(HOOKS),
-        comm_hook=powerSGD_hook.powerSGD_hook,
-        state=power_state,
-        bucket_cap_mb=25,
-    ):
-        checks.append((f"PowerSGD, {way}", found))
-    return failing(checks)
+    power = {"comm_hook": powerSGD_hook.powerSGD_hook, "state": power_state}
+    compare(ways=list(HOOKS), steps=6, bucket_cap_mb=25, **power)
 
 
 # ---------------------------------------------------------------------------- groups and ranks
 
 
 @on_ranks(2)
-def test_a_group_may_be_added_before_the_hook_is_made() -> list[str]:
-    reference = seen_in(expected(MLP_PROBLEM.fresh()), plain_loop())
-    checks = []
+def test_a_group_may_be_added_before_the_hook_is_made() -> None:
+    reference = seen_in(expected(MLP_PROBLEM.fresh()))
     for way in WAYS:
         model = in_ddp(MLP_PROBLEM.fresh())
         first, *rest = model.parameters()
@@ -186,24 +162,17 @@ def test_a_group_may_be_added_before_the_hook_is_made() -> list[str]:
             register(model, opt)
         else:
             model.register_comm_hook(None, HOOKS[way](allreduce_hook, model, opt))
-        setup = Setup(model, model.module, opt, model.no_sync, lambda: torch.zeros(()))
-        checks.append((way, differing(reference, seen_in(setup, plain_loop()))))
-    return failing(checks)
+        assert_same(reference, seen_in(set_up(model, opt)), way)
 
 
-def sharded_within(ways: Iterable[str]) -> list[str]:
+@on_ranks(4)
+def test_the_state_may_be_divided_among_some_of_ddps_ranks() -> None:
     """DDP over four ranks, the state divided among pairs of them: each pair has a copy."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    reference = seen_in(expected(MLP_PROBLEM.fresh(), comm_hook=allreduce_hook), plain_loop())
-    checks = []
-    for way in ways:
+    reference = seen_in(expected(MLP_PROBLEM.fresh(), comm_hook=allreduce_hook))
+    for way in HOOKS:
         setup = overlapping(way, MLP_PROBLEM.fresh(), zero={"process_group": pairs[rank() // 2]})
-        checks.append((way, differing(reference, seen_in(setup, plain_loop()))))
-    return failing(checks)
-
-
-def test_the_state_may_be_divided_among_some_of_ddps_ranks() -> None:
-    assert run_ranks(sharded_within, 4, list(HOOKS)) == [[]] * 4
+        assert_same(reference, seen_in(setup), way)
 
 
 # ------------------------------------------------------------------ nothing stale, nothing early
@@ -211,9 +180,8 @@ def test_the_state_may_be_divided_among_some_of_ddps_ranks() -> None:
 
 @pytest.mark.parametrize("double", [None, LateArrival, AnyOrder])
 @on_ranks(2)
-def test_parameters_read_right_after_backward_are_up_to_date(double: Any) -> list[str]:
+def test_parameters_read_right_after_backward_are_up_to_date(double: Any) -> None:
     """Read parameters right after backward, before `step()` is called."""
-    checks = []
     reference = expected(MLP_PROBLEM.fresh())
     with behind_the_door(double) if double else contextlib.nullcontext():
         setups = {way: overlapping(way, MLP_PROBLEM.fresh()) for way in WAYS}
@@ -227,19 +195,15 @@ def test_parameters_read_right_after_backward_are_up_to_date(double: Any) -> lis
         reference.finish()
         for way, setup in setups.items():
             setup.backward(step)
-            found = differing(reference.params, copies(read(setup)))
-            checks.append((f"{way}, step {step}", found))
+            assert_same(reference.params, copies(read(setup)), (way, step))
             setup.finish()
-    return failing(checks)
 
 
 @on_ranks(2)
-def test_no_result_of_a_hook_is_used_before_it_has_arrived() -> list[str]:
-    checks = []
+def test_no_result_of_a_hook_is_used_before_it_has_arrived() -> None:
     for double in (LateArrival, AnyOrder):
         with behind_the_door(double):
-            checks += compare(plain_loop(), ways=list(HOOKS), comm_hook=at_once)
-    return failing(checks)
+            compare(ways=list(HOOKS), comm_hook=at_once)
 
 
 @on_ranks(2, raises=RuntimeError, match="modified by an inplace operation")

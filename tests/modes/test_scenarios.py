@@ -24,10 +24,10 @@ import uneven
 from doubles import AnyOrder, LateArrival
 from models import ADAMW, MLP_PROBLEM, PROBLEMS, rank, train
 from on_ranks import on_ranks
-from problems import copies, difference, differing
+from problems import assert_alike, assert_same, copies, differing
 from ranks import each_raises_on_every_rank, run_ranks
 from scenarios import ALL, APART, MODULE, REFUSED, SCENARIOS, compared, sharded, unsharded
-from torch import Tensor, optim
+from torch import optim
 
 from shardstep import checkpoint
 
@@ -114,52 +114,45 @@ def test_refusals_are_raised_on_every_rank() -> None:
 # ---------------------------------------------------------------------------- ranks and subgroups
 
 
-def _repeated() -> tuple[list[str], list[Tensor]]:
-    seen: list[list[Tensor]] = []
-    for _ in range(2):
-        runs = []
-        for mode in (*MODULE, "register"):
-            for problem in (PROBLEMS["gpt"], PROBLEMS["branching"]):
+@pytest.mark.slow
+@on_ranks(4)
+def test_four_ranks_repeat_themselves_and_have_equal_parameters() -> None:
+    for mode in (*MODULE, "register"):
+        for problem in (PROBLEMS["gpt"], PROBLEMS["branching"]):
+            seen = []
+            for _ in range(2):
                 options = {"find_unused_parameters": problem.find_unused}
                 setup = sharded(mode, problem.fresh(), **options)
                 train(setup, problem, range(6))
-                runs += setup.params
-        seen.append(runs)
-    return [str(found) for found in differing(*seen)], seen[0]
-
-
-@pytest.mark.slow
-def test_four_ranks_repeat_themselves_and_have_equal_parameters() -> None:
-    (failures, first), *others = run_ranks(_repeated, 4)
-    assert failures == []
-    for failed, params in others:
-        assert failed == []
-        assert differing(first, params) == []
+                setup.opt.verify()
+                seen.append(setup.params)
+            assert_same(*seen, mode)
 
 
 @on_ranks(3)
-def test_every_mode_works_within_a_subgroup() -> list[str]:
+def test_every_mode_works_within_a_subgroup() -> None:
     """Global ranks 1 and 2 are ranks 0 and 1 of their group."""
     group = dist.new_group([1, 2])
     if rank() == 0:
-        return []
+        return
     reference = unsharded(MLP_PROBLEM.fresh(), ADAMW, process_group=group)
     expected = [*train(reference, MLP_PROBLEM, range(5)), *reference.params]
-    failures = []
     for mode in ALL:
         setup = sharded(mode, MLP_PROBLEM.fresh(), process_group=group)
-        got = [*train(setup, MLP_PROBLEM, range(5)), *setup.params]
-        failures += [f"{mode}: {found}" for found in differing(expected, got)]
-    return failures
+        assert_same(expected, [*train(setup, MLP_PROBLEM, range(5)), *setup.params], mode)
 
 
 # ------------------------------------------------------------------------------------- the state
 
 
-def _moves(sources: list[str]) -> list[str]:
+@pytest.mark.parametrize(
+    "source", slow_where([*ALL, "unsharded"], lambda mode: mode not in ("module", "drop-in"))
+)
+@on_ranks(2)
+def test_state_moves_from_each_mode_to_every_other(source: str) -> None:
     """Three steps in one mode, three in another: as if all six had been taken with DDP."""
     warnings.simplefilter("ignore")  # that what no rank used has no state
-    failures = []
+    number = [*ALL, "unsharded"].index(source)
     for problem in (MLP_PROBLEM, PROBLEMS["branching"]):
         options = {
             "find_unused_parameters": problem.find_unused,
@@ -172,34 +165,22 @@ def _moves(sources: list[str]) -> list[str]:
             layouts = [{"layout": "sliced"}, {"layout": "whole", "bucket_bytes": 1 << 30}]
             return sharded(mode, problem.fresh(), zero=layouts[number % 2], **options)
 
-        reference = made("unsharded", 0)
+        reference, first = made("unsharded", 0), made(source, number)
         losses = train(reference, problem, range(3))
         whole = copy.deepcopy(dict(sorted(reference.opt.state_dict()["state"].items())))
         expected = [*losses, *train(reference, problem, range(3, 6)), *reference.params]
-        for number, source in enumerate(sources):
-            first = made(source, number)
-            losses = train(first, problem, range(3))
-            state = surroundings.consolidated(first.opt)
-            if found := difference(whole, dict(sorted(state["state"].items()))):
-                failures.append(f"{source}: {found}")
-            values = {key: value.clone() for key, value in first.module.state_dict().items()}
-            for place, target in enumerate((*ALL, "unsharded")):
-                second = made(target, number + place + 1)
-                second.module.load_state_dict(values)
-                second.opt.load_state_dict(state)
-                got = [*losses, *train(second, problem, range(3, 6)), *second.params]
-                if differing(expected, got):
-                    failures.append(f"{source} -> {target}: {differing(expected, got)}")
-                if target in MODULE:
-                    second.opt.detach()
-    return failures
-
-
-@pytest.mark.parametrize(
-    "source", slow_where([*ALL, "unsharded"], lambda mode: mode not in ("module", "drop-in"))
-)
-def test_state_moves_from_each_mode_to_every_other(source: str) -> None:
-    assert run_ranks(_moves, 2, [source]) == [[], []]
+        losses = train(first, problem, range(3))
+        state = surroundings.consolidated(first.opt)
+        assert_alike(whole, dict(sorted(state["state"].items())))
+        values = {key: value.clone() for key, value in first.module.state_dict().items()}
+        for place, target in enumerate((*ALL, "unsharded")):
+            second = made(target, number + place + 1)
+            second.module.load_state_dict(values)
+            second.opt.load_state_dict(state)
+            got = [*losses, *train(second, problem, range(3, 6)), *second.params]
+            assert_same(expected, got, target)
+            if target in MODULE:
+                second.opt.detach()
 
 
 def _state(setup: Any) -> list[Any]:
@@ -217,15 +198,12 @@ def _save(folder: Path) -> dict[str, list[Any]]:
     return saved
 
 
-def _load(folder: Path, saved: dict[str, list[Any]]) -> list[str]:
-    failures = []
+def _load(folder: Path, saved: dict[str, list[Any]]) -> None:
     for number, source in enumerate(ALL):
         target = ALL[number - 3]
         setup = sharded(target, MLP_PROBLEM.fresh())
         checkpoint.load(folder / source, setup.opt, setup.module)
-        if found := difference(saved[source], _state(setup)):
-            failures.append(f"{source} -> {target}: {found}")
-    return failures
+        assert_alike(saved[source], _state(setup), (source, target))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -233,7 +211,7 @@ def test_a_checkpoint_of_any_mode_loads_into_another_at_another_number_of_ranks(
     tmp_path: Path, world_size: int
 ) -> None:
     saved, _ = run_ranks(_save, 2, tmp_path)
-    assert run_ranks(_load, world_size, tmp_path, saved) == [[]] * world_size
+    run_ranks(_load, world_size, tmp_path, saved)
 
 
 # ---------------------------------------------------------------------------- the matrix itself

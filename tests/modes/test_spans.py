@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from models import MLP
-from ranks import run_ranks
+from on_ranks import on_ranks
 from torch import optim
 from torch.profiler import ProfilerActivity, profile
 
 from shardstep import ZeroRedundancyOptimizer
 
 
-def _spans(module_given: bool) -> tuple[set[str], list[int]]:
+@pytest.mark.parametrize("module", [False, True])
+@on_ranks(2)
+def test_a_profiler_shows_named_spans(module: bool) -> None:
     model = MLP(width=192, depth=4)
-    more = {"module": model} if module_given else {}
+    more = {"module": model} if module else {}
     opt = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, bucket_bytes=1, lr=0.1, **more)
 
     def train() -> None:
@@ -27,12 +29,7 @@ def _spans(module_given: bool) -> tuple[set[str], list[int]]:
         train()
         opt.shards.wait_for_params()
     names = {event.key.removeprefix("shardstep::") for event in seen.key_averages()}
-    return names, [bucket.index for bucket in opt.plan.training_buckets]
-
-
-@pytest.mark.parametrize("module", [False, True])
-def test_a_profiler_shows_named_spans(module: bool) -> None:
-    for names, buckets in run_ranks(_spans, 2, module):
-        kinds = ["gather", "wait for gather", *(["reduce", "wait for reduce"] if module else [])]
-        assert len(buckets) > 1
-        assert {"step", *(f"{kind} bucket {b}" for kind in kinds for b in buckets)} <= names
+    kinds = ["gather", "wait for gather", *(["reduce", "wait for reduce"] if module else [])]
+    buckets = [bucket.index for bucket in opt.plan.training_buckets]
+    assert len(buckets) > 1
+    assert {"step", *(f"{kind} bucket {b}" for kind in kinds for b in buckets)} <= names

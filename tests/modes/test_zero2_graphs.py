@@ -14,7 +14,6 @@ from models import (
     MLP_PROBLEM,
     SGD,
     Problem,
-    failing,
     noise,
     rank,
     train,
@@ -22,7 +21,7 @@ from models import (
     with_zero,
 )
 from on_ranks import on_ranks
-from problems import differing
+from problems import assert_same, differing
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -43,23 +42,18 @@ def _through(model: Any, step: int) -> Tensor:
 
 
 @on_ranks(2)
-def test_a_loss_around_the_roots_forward_or_an_output_of_any_class_trains_alike() -> list[str]:
+def test_a_loss_around_the_roots_forward_or_an_output_of_any_class_trains_alike() -> None:
     """Rounds begin and end without the hooks at the root."""
-    checks = []
     for overlap in (True, False):
-        around, plain = (with_zero(MLP_PROBLEM.fresh(), SGD, overlap=overlap) for _ in range(2))
         direct = Problem(MLP, lambda m, s: _square_of(m.layers, noise(s, 6, 16)))
-        got = [*train(around, direct, range(5)), *around.params]
-        expected = [*train(plain, Problem(MLP, _through), range(5)), *plain.params]
-        checks.append((f"around the root, overlap {overlap}", differing(expected, got)))
-
         opaque = Problem(Opaque, lambda m, s: m(noise(s, 6, 16)).value.square().mean())
         clear = Problem(lambda: Checkpointed(True), MLP_PROBLEM.loss)
-        hidden, seen = with_zero(opaque.fresh(), SGD), with_zero(clear.fresh(), SGD)
-        got = [*train(hidden, opaque, range(5)), *hidden.params]
-        expected = [*train(seen, clear, range(5)), *seen.params]
-        checks.append((f"opaque output, overlap {overlap}", differing(expected, got)))
-    return failing(checks)
+        for unseen, plain in ((direct, Problem(MLP, _through)), (opaque, clear)):
+            seen = []
+            for problem in (unseen, plain):
+                setup = with_zero(problem.fresh(), SGD, overlap=overlap)
+                seen.append([*train(setup, problem, range(5)), *setup.params])
+            assert_same(*seen, overlap)
 
 
 # ------------------------------------------------------------------------------------- compilation
@@ -78,9 +72,7 @@ class _Plainer(Reaching):
 @on_ranks(2, timeout=110)
 def test_compiled_before_after_or_in_place_equals_not_compiled_to_the_bit(
     backend: str,
-) -> list[str]:
-    checks = []
-    steps = 6
+) -> None:
 
     def run(when: str, problem: Problem) -> list[Tensor]:
         torch._dynamo.reset()
@@ -92,7 +84,7 @@ def test_compiled_before_after_or_in_place_equals_not_compiled_to_the_bit(
         if when == "in place":
             module.compile(backend=backend)
         losses = []
-        for step in range(steps):
+        for step in range(6):
             if when == "after two steps" and step == 2:
                 call = torch.compile(module, backend=backend)
             loss = problem.loss(call, step)
@@ -103,11 +95,8 @@ def test_compiled_before_after_or_in_place_equals_not_compiled_to_the_bit(
 
     for name, problem in (("mlp", MLP_PROBLEM), ("reaching", Problem(_Plainer, MLP_PROBLEM.loss))):
         expected = run("never", problem)
-        checks += [
-            (f"{name}, compiled {when}", differing(expected, run(when, problem)))
-            for when in ("before construction", "after two steps", "in place")
-        ]
-    return failing(checks)
+        for when in ("before construction", "after two steps", "in place"):
+            assert_same(expected, run(when, problem), f"{name}, compiled {when}")
 
 
 class _Shortened(MLP):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 
-import torch
 from memory import held_memory
-from models import ADAMW, MLP, MLP_PROBLEM, Problem, noise, with_zero
+from models import ADAMW, MLP, MLP_PROBLEM, Problem, noise, train, with_zero
 from on_ranks import on_ranks
+from problems import LAYOUTS
 from torch import Tensor
 
 from shardstep.gradients.sharded_grad import ShardedGrad
@@ -21,80 +21,62 @@ BIG = Problem(
 )
 
 
-def _measure(layout: str, overlap: bool, hold_back: bool) -> dict[str, int]:
+@on_ranks(2, 3, fresh=True)
+def test_gradients_take_their_share_and_a_pool_of_buckets() -> None:
+    gc.freeze()  # leaves what torch has made at its import out of the search
+    for layout in LAYOUTS:
+        for overlap, hold_back in ((True, False), (False, False), (True, True)):
+            _measure(layout, overlap, hold_back)
+
+
+def _measure(layout: str, overlap: bool, hold_back: bool) -> None:
     module = BIG.fresh()
-    before = held_memory()
+    before = _held()
     psi = sum(param.nbytes for param in module.parameters())
     zero = with_zero(module, ADAMW, layout=layout, overlap=overlap)
-    for step in range(2):
-        zero.backward(step, BIG)
-        zero.finish()
-    resting = sum(held_memory().values())
+    train(zero, BIG, range(2))
+    resting = _held()
     if hold_back:
         with zero.no_sync():
             zero.backward(7, BIG)
     zero.backward(8, BIG)
-    in_flight = sum(held_memory().values())
+    in_flight = _held() - resting
     zero.clip(1e12)  # the gradients have arrived now
-    with_gradients = sum(held_memory().values())
-    gradients = [param.grad for param in module.parameters()]
+    with_gradients = _held()
+    assert all(isinstance(param.grad, ShardedGrad) for param in module.parameters())
     zero.opt.step()
-    stepped = sum(held_memory().values())
-    buckets = zero.opt.plan.training_buckets
-    return {
-        "psi": psi,
-        "num_buckets": len(buckets),
-        "largest": max(bucket.nbytes for bucket in buckets),
-        "share": max(
-            sum(bucket.segment(r).numel * bucket.dtype.itemsize for bucket in buckets)
-            for r in range(zero.opt.world_size)
-        ),
-        "counted": zero.opt.report().gradient_nbytes,
-        "in flight": in_flight - resting,
-        "grew by": with_gradients - resting,
-        "grew by the step": stepped - with_gradients,
-        "beyond the model": resting - sum(before.values()),
-        "divided": sum(isinstance(grad, ShardedGrad) for grad in gradients),
-        "num_params": len(gradients),
-    }
+    stepped = _held()
+    buckets, ranks = zero.opt.plan.training_buckets, zero.opt.world_size
+    assert len(buckets) >= 3 * POOL  # or a pool would be all there is
+    largest = max(bucket.nbytes for bucket in buckets)
+    share = max(
+        sum(bucket.segment(rank).numel * bucket.dtype.itemsize for bucket in buckets)
+        for rank in range(ranks)
+    )
+    # A share and POOL buckets are all there ever is.
+    assert zero.opt.report().gradient_nbytes <= share + POOL * largest
+    assert share < 1.1 * psi / ranks
+    # What is received is added up when it is waited for: until then there is, for each bucket of
+    # the pool, this rank's segment from everybody else.
+    assert in_flight - share <= POOL * (ranks - 1) * largest
+    if layout == "sliced":
+        assert in_flight - share <= POOL * largest + 0.01 * psi
+    # A backward pass leaves a share of the gradient, and flags, norms and the like.
+    assert with_gradients - resting < share + 0.01 * psi
+    assert stepped - with_gradients < 0.01 * psi
+    # AdamW's two states, a share each; parameters have moved into buckets.
+    assert resting - before < 2 * share + POOL * largest + 0.06 * psi
 
 
-@on_ranks(2, 3, fresh=True)
-def test_gradients_take_their_share_and_a_pool_of_buckets() -> None:
-    gc.freeze()  # leaves what torch has made at its import out of the search
-    world_size = torch.distributed.get_world_size()
-    outcomes = [
-        (layout, _measure(layout, overlap, hold_back))
-        for layout in ("sliced", "whole")
-        for overlap, hold_back in ((True, False), (False, False), (True, True))
-    ]
-    for layout, found in outcomes:
-        assert found["num_buckets"] >= 3 * POOL  # or a pool would be all there is
-        assert found["divided"] == found["num_params"]
-        # A share and POOL buckets are all there ever is.
-        assert found["counted"] <= found["share"] + POOL * found["largest"]
-        assert found["share"] < 1.1 * found["psi"] / world_size
-        # What is received is added up when it is waited for: until then there is, for each
-        # bucket of the pool, this rank's segment from everybody else.
-        in_flight = found["in flight"] - found["share"]
-        assert in_flight <= POOL * (world_size - 1) * found["largest"]
-        if layout == "sliced":
-            assert in_flight <= POOL * found["largest"] + 0.01 * found["psi"]
-        # A backward pass leaves a share of the gradient, and flags, norms and the like.
-        assert found["grew by"] < found["share"] + 0.01 * found["psi"]
-        assert found["grew by the step"] < 0.01 * found["psi"]
-        # AdamW's two states, a share each; parameters have moved into buckets.
-        most = 2 * found["share"] + POOL * found["largest"] + 0.06 * found["psi"]
-        assert found["beyond the model"] < most
+def _held() -> int:
+    return sum(held_memory().values())
 
 
 @on_ranks(2)
 def test_whole_gradients_are_never_alive_all_at_once() -> None:
     """Gradients that are alive at once while backward runs: those of buckets not yet complete."""
     zero = with_zero(BIG.fresh(), ADAMW)
-    for step in range(2):
-        zero.backward(step, BIG)
-        zero.finish()
+    train(zero, BIG, range(2))
     params = list(zero.module.parameters())
     alive: list[int] = []
 
@@ -107,13 +89,9 @@ def test_whole_gradients_are_never_alive_all_at_once() -> None:
     for handle in handles:
         handle.remove()
     zero.finish()
-    found = {
-        "peak": max(alive),
-        "largest": max(bucket.nbytes for bucket in zero.opt.plan.training_buckets),
-        "psi": sum(param.nbytes for param in params),
-    }
-    assert found["peak"] <= 2 * found["largest"]
-    assert found["peak"] < found["psi"] / 4
+    largest = max(bucket.nbytes for bucket in zero.opt.plan.training_buckets)
+    assert max(alive) <= 2 * largest
+    assert max(alive) < sum(param.nbytes for param in params) / 4
 
 
 @on_ranks(2)

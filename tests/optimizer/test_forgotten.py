@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -99,30 +100,17 @@ def test_gradients_that_nobody_synchronised_are_noticed_at_the_first_step() -> N
     run_ranks(_forget_ddp, 2, True)
 
 
-def _look_up(mode: str, listed: bool) -> list[str]:
-    model, call, opt = _make(mode, listed)
-    for trains in (True, False):
-        model[0].bias.requires_grad_(trains or mode != "module")  # another plan has the same names
-        _train(call, opt)
-    opt.full_state(opt.plan.specs[0].name)
-    return [spec.name for spec in opt.plan.specs]
-
-
-@pytest.mark.parametrize(
-    ("mode", "listed"),
-    [
-        ("module", False),
-        ("drop-in", False),
-        ("register", False),
-        ("module", True),
-        ("register", True),
-    ],
-)
-def test_names_are_the_module_s_without_named_parameters(mode: str, listed: bool) -> None:
-    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert run_ranks(_look_up, 2, mode, listed) == [names, names]
-
-
-def test_parameters_in_a_list_have_no_names_without_a_module() -> None:
-    names = [f"param {number}" for number in range(4)]
-    assert run_ranks(_look_up, 2, "drop-in", True) == [names, names]
+@on_ranks(2)
+def test_names_are_the_module_s_without_named_parameters() -> None:
+    """But parameters in a list have none without a module."""
+    for mode, listed in itertools.product(("module", "drop-in", "register"), (False, True)):
+        model, call, opt = _make(mode, listed)
+        for trains in (True, False):
+            # Another plan has the same names.
+            model[0].bias.requires_grad_(trains or mode != "module")
+            _train(call, opt)
+        opt.full_state(opt.plan.specs[0].name)
+        names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+        if mode == "drop-in" and listed:
+            names = [f"param {number}" for number in range(4)]
+        assert [spec.name for spec in opt.plan.specs] == names

@@ -29,36 +29,23 @@ def _bytes_per_element(policy: MixedPrecision | None, layout: str) -> dict[str, 
     torch.manual_seed(0)
     module = MLP(width=192, depth=16).bfloat16()
     numel = sum(param.numel() for param in module.parameters())
-    parameters = _held() - empty
+    found = {"parameters": (_held() - empty) / numel}
     opt = zero_of(module, precision=policy, layout=layout)
-    made = _held() - empty
     train_on(module, opt, range(2))
-    resting = _held() - empty
+    found["resting"] = (_held() - empty) / numel
     loss_of(module, 3).backward()
-    opt.mode.pipeline.gradients.collect()
-    with_gradients = _held() - empty
     gradients: Any = opt.mode.pipeline.gradients
-    shards = gradients.lanes.nbytes()
-    pool = gradients.lanes.pool_nbytes
-    masters = sum(master.nbytes for master in opt.shards.masters().values())
-    moments = sum(
-        value.nbytes
-        for state in opt.optim.state.values()
-        for value in state.values()
-        if value.numel() > 1
-    )
+    gradients.collect()
+    found["with gradients"] = (_held() - empty) / numel
+    found["gradient shards"] = gradients.lanes.nbytes() / numel
+    found["pool"] = gradients.lanes.pool_nbytes / numel
+    masters = opt.shards.masters().values()
+    found["masters"] = sum(master.nbytes for master in masters) / numel
+    kept = [value for state in opt.optim.state.values() for value in state.values()]
+    found["moments"] = sum(value.nbytes for value in kept if value.numel() > 1) / numel
     largest = max(bucket.nbytes for bucket in opt.plan.training_buckets)
-    return {
-        "parameters": parameters / numel,
-        "masters": masters / numel,
-        "moments": moments / numel,
-        "gradient shards": shards / numel,
-        "pool": pool / numel,
-        "largest buckets": POOL * largest / numel,
-        "made": made / numel,
-        "resting": resting / numel,
-        "with gradients": with_gradients / numel,
-    }
+    found["largest buckets"] = POOL * largest / numel
+    return found
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from models import ADAMW, MLP_PROBLEM, Kind, Problem, Setup, train
-from problems import copies, differing
+from models import ADAMW, MLP_PROBLEM, Kind, Setup, train
+from problems import assert_same
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -90,41 +90,15 @@ def overlapping(
     return set_up(model, opt)
 
 
-Loop = Callable[[Setup], Any]
+def seen_in(setup: Setup, steps: int = 5) -> list[Tensor]:
+    """Train; return the losses, and the parameters afterwards."""
+    return [*train(setup, MLP_PROBLEM, range(steps)), *setup.params]
 
 
-def plain_loop(problem: Problem = MLP_PROBLEM, steps: int = 5) -> Loop:
-    return lambda setup: train(setup, problem, range(steps))
-
-
-def seen_in(setup: Setup, loop: Loop) -> list[Tensor]:
-    """What the loop returned, tensors if anything, and the parameters afterwards."""
-    returned = loop(setup)
-    seen = [returned] if isinstance(returned, Tensor) else list(returned or [])
-    return [*copies(seen), *setup.params]
-
-
-def compare(
-    loop: Loop,
-    problem: Problem = MLP_PROBLEM,
-    kind: Kind = ADAMW,
-    ways: Sequence[str] = WAYS,
-    **options: Any,
-) -> list[tuple[str, Any]]:
-    """For each way, which tensors differ by a bit: first what `loop` returned, then parameters.
-
-    Options for DDP go to both; `shard_buckets` and `zero` to what is compared.
-    """
-    ddp = {"find_unused_parameters": problem.find_unused, **options}
-    ours = {key: ddp.pop(key) for key in ("shard_buckets", "zero") if key in ddp}
-    reference = seen_in(expected(problem.fresh(), kind, **ddp), loop)
+def compare(kind: Kind = ADAMW, ways: Sequence[str] = WAYS, steps: int = 5, **ddp: Any) -> None:
+    """Check that no bit differs in any of the ways. Options are for DDP."""
+    reference = seen_in(expected(MLP_PROBLEM.fresh(), kind, **ddp), steps)
     assert all(tensor.isfinite().all() for tensor in reference)
-    return [
-        (
-            way,
-            differing(
-                reference, seen_in(overlapping(way, problem.fresh(), kind, **ddp, **ours), loop)
-            ),
-        )
-        for way in ways
-    ]
+    for way in ways:
+        got = seen_in(overlapping(way, MLP_PROBLEM.fresh(), kind, **ddp), steps)
+        assert_same(reference, got, (way, kind, ddp))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import MLP, MLP_PROBLEM, PROBLEMS, SGD, Branching, Problem, Setup, noise, rank, train
-from scenarios import APART, MODULE, New, result, scenario
+from scenarios import APART, MODULE, New, scenario, trained
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
@@ -84,8 +84,7 @@ def unused_parameters_of_a_static_graph(new: New) -> list[Tensor]:
     seen = []
     for name in ("one", "one for each rank"):
         problem = branching(BRANCHES[name])
-        setup = new(problem, static_graph=True)
-        seen += [*train(setup, problem, range(5)), *setup.params]
+        seen += trained(new, problem, find_unused_parameters=False, static_graph=True)
     return seen
 
 
@@ -207,8 +206,7 @@ def activation_checkpointing(new: New) -> list[Tensor]:
     seen = []
     for reentrant, static in ((False, False), (False, True), (True, False), (True, True)):
         problem = Problem(lambda r=reentrant: Checkpointed(r), MLP_PROBLEM.loss)
-        setup = new(problem, static_graph=static)
-        seen += [*train(setup, problem, range(4)), *setup.params]
+        seen += trained(new, problem, 4, static_graph=static)
     return seen
 
 
@@ -246,9 +244,7 @@ def a_scripted_submodule(new: New) -> list[Tensor]:
     # The optimizing executor rounds differently in its first runs, under DDP too.
     with warnings.catch_warnings(), torch.jit.optimized_execution(False):
         warnings.simplefilter("ignore")
-        problem = Problem(Scripted, MLP_PROBLEM.loss)
-        setup = new(problem)
-        return [*train(setup, problem, range(6)), *setup.params]
+        return trained(new, Problem(Scripted, MLP_PROBLEM.loss), 6)
 
 
 @scenario(PROBLEMS["conv"], modes=MODULE, kinds=[SGD])
@@ -317,11 +313,8 @@ BUFFERED = Problem(Buffered, MLP_PROBLEM.loss)
 
 @scenario(many=True, kinds=[SGD])
 def buffers_of_rank_0_or_of_each_rank(new: New) -> list[Tensor]:
-    seen = []
-    for broadcast in (True, False):
-        setup = new(BUFFERED, broadcast_buffers=broadcast)
-        seen += [*train(setup, BUFFERED, range(5)), *result(setup, BUFFERED)]
-    return seen
+    each = [trained(new, BUFFERED, broadcast_buffers=broadcast) for broadcast in (True, False)]
+    return each[0] + each[1]
 
 
 class Remembering(nn.Module):

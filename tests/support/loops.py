@@ -19,7 +19,7 @@ from models import (
     rank,
     train,
 )
-from scenarios import APART, MODULE, New, result, scenario
+from scenarios import APART, MODULE, New, scenario, trained
 from torch import Tensor, nn
 
 FOREACH: Kind = (SGD[0], {**SGD[1], "foreach": True})
@@ -30,12 +30,8 @@ BRANCHING = PROBLEMS["branching"]
 
 @scenario(many=True, kinds=[SGD, ADAMW])
 def every_model(new: New) -> list[Tensor]:
-    seen = []
-    for name in ("gpt", "conv", "branching", "mlp"):
-        problem = PROBLEMS[name]
-        setup = new(problem, find_unused_parameters=problem.find_unused)
-        seen += [*train(setup, problem, range(5)), *result(setup, problem)]
-    return seen
+    names = ("gpt", "conv", "branching", "mlp")
+    return [tensor for name in names for tensor in trained(new, PROBLEMS[name])]
 
 
 @scenario(PROBLEMS["mixed dtypes"], ranks=(0, 1, 2))

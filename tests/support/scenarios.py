@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from ddp_ways import HOOKS, WAYS, groups_of, in_ddp, overlapping
 from doubles import behind_the_door
-from models import ADAMW, MLP_PROBLEM, SGD, Kind, Problem, Setup, with_plain, world_size
+from models import ADAMW, MLP_PROBLEM, SGD, Kind, Problem, Setup, train, with_plain, world_size
 from problems import copies, differing
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -178,6 +178,12 @@ def result(setup: Setup, problem: Problem) -> list[Tensor]:
     if list(setup.module.buffers()):
         problem.loss(setup.model, 1)
     return params + copies(setup.module.buffers())
+
+
+def trained(new: New, problem: Problem, steps: int = 5, **options: Any) -> list[Tensor]:
+    """Train a setup of its own; return losses, parameters and buffers."""
+    setup = new(problem, **{"find_unused_parameters": problem.find_unused, **options})
+    return [*train(setup, problem, range(steps)), *result(setup, problem)]
 
 
 SCENARIOS: dict[str, Scenario] = {}

@@ -25,7 +25,7 @@ from models import (
     train,
     world_size,
 )
-from scenarios import ALL, APART, New, renew, scenario
+from scenarios import ALL, APART, New, renew, scenario, trained
 from torch import Tensor, nn, optim
 from torch.amp import GradScaler
 from torch.optim import Optimizer, lr_scheduler
@@ -164,20 +164,12 @@ WHOLE: list[Kind] = [
 
 @scenario(many=True, kinds=[SGD])
 def every_kind_of_optimizer(new: New) -> list[Tensor]:
-    seen = []
-    for kind in CLASSES:
-        setup = new(kind=kind)
-        seen += [*train(setup, MLP_PROBLEM, range(5)), *setup.params]
-    return seen
+    return [tensor for kind in CLASSES for tensor in trained(new, MLP_PROBLEM, kind=kind)]
 
 
 @scenario(MATRICES, many=True, kinds=[SGD], layout="auto", slow=True)
 def every_kind_of_optimizer_that_needs_whole_tensors(new: New) -> list[Tensor]:
-    seen = []
-    for kind in WHOLE:
-        setup = new(kind=kind)
-        seen += [*train(setup, MATRICES, range(5)), *setup.params]
-    return seen
+    return [tensor for kind in WHOLE for tensor in trained(new, MATRICES, kind=kind)]
 
 
 # ------------------------------------------------------------------- parameters that are written
