@@ -94,8 +94,9 @@ def _printed() -> tuple[str, str]:
 
 def test_a_printed_optimizer_says_class_ranks_mode_layout_and_bytes() -> None:
     for rank, (text, local) in enumerate(run_ranks(_printed, 2)):
-        head, held, *groups = text.splitlines()
-        assert head.startswith("ZeroRedundancyOptimizer (Muon and AdamW on 2 ranks, module= (ZeRO-")
+        name, head, held, *groups = text.splitlines()
+        assert name == "ZeroRedundancyOptimizer ("
+        assert head.startswith("Muon and AdamW on 2 ranks, module= (ZeRO-2)")
         assert "layout mixed, 4,160 trainable elements" in head
         assert held.startswith(f"rank {rank} holds ")
         assert held.endswith("B of optimizer state")

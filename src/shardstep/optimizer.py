@@ -189,7 +189,7 @@ class ZeroRedundancyOptimizer(ModeFront):
         if not self.__dict__.get("initialized"):
             return object.__repr__(self)
         groups = super().__repr__().partition("\n")[2]
-        return f"{type(self).__name__} ({first_lines(self.mode)}\n{groups}"
+        return f"{type(self).__name__} (\n{first_lines(self.mode)}\n{groups}"
 
     # ----------------------------------------------------------------------------------- the step
 

@@ -54,7 +54,7 @@ class Report:
             ("updated here", self.owned_nbytes, f"of the parameters{share}"),
         ]
         if self.gradient_nbytes:
-            note = "reduced, and buckets in flight"
+            note = "of this rank's shard, and messages in flight"
             rows.append(("gradients", self.gradient_nbytes, note))
         if self.master_nbytes:
             rows.append(("masters", self.master_nbytes, "fp32 copies of 16-bit parameters"))
