@@ -226,4 +226,4 @@ def test_what_becomes_narrow_keeps_the_state_it_has(layout: str) -> None:
         params[0].requires_grad_(True)
         opt.step()
         found.append(difference(expected, [opt.full_state(param)["sum"] for param in params]))
-    assert (found) == [None, None]
+    assert found == [None, None]
