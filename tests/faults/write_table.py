@@ -37,6 +37,16 @@ With this library, no process outlived the timeout by 5 s, no number was wrong, 
 checkpoint loaded, in every trial. Errors of `module=` name the rank and the operation. A timeout
 says what to look for. In the other modes the error may be DDP's.
 
+A rank that ends with an error of its own hangs up before Python takes itself down. Processes that
+it forked, such as workers of a loader, do not keep its connections open. Rank 1 of 2 or 3 raised
+in the loader, the forward or the backward pass, in a function or at the top of the script (plain
+processes and `torchrun`, one machine, busy). With `module=` and `register` the others raised 0.00
+to 0.33 s later, once 1.8 s; before this was built, 0.4 to 2.1 s, and 2.7 s with large imports. If
+a rank with loader workers was killed, 0.02 s with `module=`; before, and with DDP, 5.1 s. An error
+in `step()` is sent to all ranks: 0.1 s at most. After one in a closure the others wait until
+Python is down on that rank, 0.4 to 1.1 s, and so they do in DDP's all-reduce under a drop-in: 1.4
+to 2.7 s, with DDP alone 0.6 to 1.1 s (on a less busy machine).
+
 An extra backward pass or a step left out cannot be noticed earlier: no round of notes comes in
 between. One rank waits for the other's step, and the other for the next round.
 

@@ -20,6 +20,7 @@ from typing_extensions import override
 from shardstep.comm.api import NOTHING_TO_DO, Comm, Ledger, SoloComm, all_gather_json
 from shardstep.comm.collectives import Collectives, backend_name, backend_of
 from shardstep.comm.gloo import ERROR_NBYTES, TAGS, Exchange
+from shardstep.comm.sockets import noting
 from shardstep.comm.works import Launched, Operation, Work, naming
 from shardstep.plan.plan import MIN_BUCKET_BYTES
 
@@ -147,7 +148,9 @@ class GroupComm(Comm):
         # on all ranks. A bound group takes no tensors of other devices. If the default group is
         # bound, torch binds this one too.
         binds = backend is None and not exchanges and len(self._devices) == 1
-        with _unbound_world(ranks is not None) as unbound:
+        num_gloo = exchanges + (backend == "gloo" or exchanges)
+        num_sockets = num_gloo * (self.world_size - 1)
+        with noting(num_sockets), _unbound_world(ranks is not None) as unbound:
             group = dist.new_group(
                 ranks,
                 backend=backend or _backends(self._group),

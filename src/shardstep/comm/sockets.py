@@ -1,0 +1,87 @@
+"""Hangs up when this rank ends with an error of its own, so that the others learn of it at once.
+
+Connections of Gloo last until Python has taken down all modules, which is seconds, and for as long
+as a forked process has them, too. torch has no call that closes them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+
+Sockets = set[tuple[int, int]]
+"""Descriptors with their inodes, which tell a socket from a later one of the same number."""
+
+_own: Sockets = set()
+
+
+@contextmanager
+def noting(expected: int) -> Iterator[None]:
+    """Note the connections that are made meanwhile, if there are as many as expected.
+
+    Another thread may have made one of its own, and that one must not be closed.
+    """
+    before = _sockets()
+    yield
+    now = _sockets()
+    made = {each for each in now - before if _is_connected(each[0])}
+    _own.intersection_update(now)
+    if len(made) == expected:
+        _own.update(made)
+
+
+def _sockets() -> Sockets:
+    found: Sockets = set()
+    with suppress(OSError):  # not on Linux
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found.add((int(name), status.st_ino))
+    return found
+
+
+def _is_connected(descriptor: int) -> bool:
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        return bool(connection.getpeername())
+    return False
+
+
+@atexit.register
+def _hang_up_after_error() -> None:
+    # Threads have ended by now: a background save is complete.
+    if hasattr(sys, "last_value") and not _raised_within(sys.last_traceback):
+        for descriptor, _ in _own & _sockets():
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_WR)
+
+
+def _raised_within(traceback: TracebackType | None) -> bool:
+    """Return whether an error was raised in a call of this package.
+
+    The other ranks are about to raise it as well, or have ended: they hear more if they read on.
+    """
+    package = __name__.partition(".")[0]
+    while traceback is not None:
+        if traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _leave_to_parent() -> None:
+    """Let go of the connections in a forked process."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor, _ in _own & _sockets():
+        os.dup2(nothing, descriptor)  # not closed: the number must not be used again
+    os.close(nothing)
+    _own.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
