@@ -41,10 +41,7 @@ def main() -> None:
         if opt.rank == 0 and step % 25 == 24:
             print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
 
-    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
-    of_rank_0 = weights.clone()
-    dist.broadcast(of_rank_0, src=0)
-    assert torch.equal(weights, of_rank_0), "every rank has the same parameters"
+    opt.verify()  # raises unless every rank has the same parameters
     dist.destroy_process_group()
 
 

@@ -6,11 +6,15 @@ Segments travel as messages over Gloo (`gloo.py`), by collectives over other bac
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,6 +62,8 @@ class GroupComm(Comm):
         self._origin = origin or group
         self._exchange = Exchange(group, downwards or group)
         self._collectives = Collectives(group)
+        if self._exchanges(self._meeting_device()):
+            _sleep_at_exit()
 
     @property
     def min_bucket_bytes(self) -> int:  # type: ignore[override]
@@ -87,8 +93,7 @@ class GroupComm(Comm):
 
     @override
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        # Not `dist.all_gather`: Gloo's threads let go of its tensors some time after it returns,
-        # which ends the process with SIGABRT if Python is shutting down by then.
+        # Not `dist.all_gather`, whose tensors Gloo's threads may hold at exit: `_sleep_at_exit`.
         rank, size = self.group_rank, self.world_size
         lengths = torch.zeros(size, dtype=torch.int64, device=CPU)
         lengths[rank] = len(payload)
@@ -266,6 +271,22 @@ def _unbound_world(hide: bool) -> Iterator[bool]:
         yield True
     finally:
         world.bound_device_id = bound
+
+
+@cache
+def _sleep_at_exit() -> None:
+    """Give Gloo's threads time to let go of the tensors of the last collectives.
+
+    A thread takes Python's lock for that. If Python is shutting down by then, it ends the thread,
+    and C++ the process, with SIGABRT ("terminate called without an active exception").
+    """
+
+    def sleep() -> None:
+        # A rank that has raised must not wait: the others are to learn of it at once.
+        if not hasattr(sys, "last_value"):
+            time.sleep(0.1)
+
+    atexit.register(sleep)
 
 
 def connect(process_group: dist.ProcessGroup | None, near: Sequence[torch.Tensor] = ()) -> Comm:
