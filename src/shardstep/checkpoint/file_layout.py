@@ -5,15 +5,16 @@ from __future__ import annotations
 import heapq
 import json
 import platform
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardstep.checkpoint.files import MAX_JSON_NBYTES
-from shardstep.checkpoint.format import CONTENTS, Chunk, Contents, Stored, Tree, to_json
+from shardstep.checkpoint.format import CONTENTS, Chunk, Contents, SavedParam, Stored, Tree, to_json
 from shardstep.checkpoint.safetensors import Source
-from shardstep.plan import Box, Holding
+from shardstep.plan import Box, Holding, ParamSpec, boxes
 from shardstep.state.tree import Leaf, encode, leaves
 
 WEIGHTS = "model.safetensors"
@@ -49,6 +50,34 @@ class FileLayout:
         chunk = self.add_chunk(kind, group_rank, key, Box.whole(shape), tensor)
         return Stored(tensor.dtype, shape, (chunk,))
 
+    def add_state(
+        self,
+        index: int,
+        param: SavedParam,
+        pieces: Sequence[tuple[int, Box]],
+        source: Callable[[int, Box], Source],
+    ) -> SavedParam:
+        """Assign the tensors of a parameter's state that are not in the text to files.
+
+        `pieces` are the boxes of the parameter, each with its rank. `source` returns a box of a
+        tensor by its number, on the rank that writes it.
+        """
+        if param.state is None:
+            return param
+        stored = {}
+        for number, leaf in enumerate(leaves(param.state.node)):
+            if leaf.data is not None:
+                continue
+            # The first rank with a part keeps what belongs to the whole parameter.
+            whole = [(pieces[0][0], Box.whole(leaf.shape))]
+            chunks = []
+            for rank, box in pieces if param.per_element[number] else whole:
+                key = f"{index}.{number}:{param.name}:{leaf.path}@{list(box.offsets)}"
+                tensor = source(number, box) if rank in self._own_ranks else None
+                chunks.append(self.add_chunk("optimizer", rank, key, box, tensor))
+            stored[number] = Stored(leaf.dtype, leaf.shape, tuple(chunks))
+        return replace(param, state=Tree(param.state.node, stored))
+
     def add_value(self, name: str, value: Any) -> Tree:
         """Assign a nested value to rank 0."""
         try:
@@ -69,18 +98,16 @@ def value_key(name: str, number: int, leaf: Leaf) -> str:
     return f"{name}.{number}:{leaf.path}"
 
 
-def state_key(param: int, number: int, name: str, leaf: Leaf, box: Box) -> str:
-    """Return the key of a chunk of a parameter's state."""
-    return f"{param}.{number}:{name}:{leaf.path}@{list(box.offsets)}"
-
-
-def holders_of(held: Sequence[Holding]) -> dict[int, list[int]]:
-    """Return the ranks that hold a part of each parameter."""
-    holders: dict[int, list[int]] = {}
+def pieces_of(
+    specs: Sequence[ParamSpec], held: Sequence[Holding]
+) -> dict[int, list[tuple[int, Box]]]:
+    """Return the boxes of each parameter that ranks hold, with these ranks in order."""
+    pieces: dict[int, list[tuple[int, Box]]] = {}
     for rank, holding in enumerate(held):
-        for param in holding:
-            holders.setdefault(param, []).append(rank)
-    return holders
+        for param, interval in holding.items():
+            found = boxes(interval, specs[param].shape, specs[param].stride)
+            pieces.setdefault(param, []).extend((rank, box) for _, box in found)
+    return pieces
 
 
 def assign_owners(

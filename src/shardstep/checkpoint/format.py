@@ -157,6 +157,17 @@ def master_of(state: Tree | None) -> Stored | None:
     return state.stored.get(0)
 
 
+def master_in_file(node: Node) -> Node:
+    """Return a parameter's state whose master is not in the text, however small it is.
+
+    A model may be loaded from masters.
+    """
+    if not node[1] or node[1][0][0] != MASTER:
+        return node
+    (key, master), *entries = node[1]
+    return ["dict", [[key, [*master[:-1], None]], *entries]]
+
+
 def own_entries(node: Node) -> list[Node]:
     """Return the entries of a parameter's state without its master."""
     return [item for key, item in node[1] if key != MASTER]

@@ -7,9 +7,10 @@ tensor. `write_checkpoint` needs neither of them: a background save runs it on c
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import islice
@@ -21,22 +22,19 @@ import torch
 from shardstep.checkpoint.file_layout import (
     FileLayout,
     assign_owners,
-    holders_of,
     json_files,
     made_by,
-    state_key,
+    pieces_of,
 )
 from shardstep.checkpoint.files import Digest, Progress, no_progress, write_text
 from shardstep.checkpoint.format import (
-    MASTER,
-    Chunk,
     Contents,
     SavedModel,
     SavedOptimizer,
     SavedParam,
-    Stored,
     Tree,
     attach_masters,
+    master_in_file,
 )
 from shardstep.checkpoint.inputs import (
     check_model,
@@ -52,7 +50,7 @@ from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import extras, saved_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.names import unwrapped, unwrapped_name
-from shardstep.plan import Box, boxes
+from shardstep.plan import Box, ParamSpec
 from shardstep.state.exchange import Kept, survey
 from shardstep.state.tree import Node, encode, with_leaves
 
@@ -129,7 +127,6 @@ class _OptimizerWriter:
         self._files = files
         self._optimizer = optimizer
         self._shards = shards = optimizer.shards
-        self._rank = shards.comm.group_rank
         shards.wait_for_params()
         self._names, self._positional = names_of(optimizer, model)
         self._held = [shards.plan.intervals(rank) for rank in range(shards.comm.world_size)]
@@ -137,25 +134,15 @@ class _OptimizerWriter:
         self._kept, self._tensors = survey(shards.comm, shards.plan.specs, self._held, own)
 
     def __call__(self) -> SavedOptimizer:
-        shards, names = self._shards, self._names
-        states = self._add_state()
-        shards.sync_options()
+        shards = self._shards
+        pieces = pieces_of(shards.plan.specs, self._held)
         params = [
-            SavedParam(
-                names[index],
-                spec.shape,
-                spec.dtype,
-                spec.trainable,
-                states.get(index),
-                tuple(self._kept[index].per_element) if index in self._kept else (),
+            self._files.add_state(
+                index, self._describe(index, spec), pieces[index], partial(self._part, index)
             )
             for index, spec in enumerate(shards.plan.specs)
         ]
-        unused = iter(names)
-        groups = [
-            (tuple(islice(unused, len(group["params"]))), add_options(self._files, number, group))
-            for number, group in enumerate(self._optimizer.param_groups)
-        ]
+        shards.sync_options()
         global_state = shards.local.global_state()
         if not all(isinstance(key, str) for key in global_state):
             raise TypeError(
@@ -167,63 +154,54 @@ class _OptimizerWriter:
             self._positional,
             shards.local.stepped,
             tuple(params),
-            tuple(groups),
+            add_groups(self._files, self._optimizer.param_groups, self._names),
             self._files.add_value("state", global_state),
             self._files.add_value("beside", extras(shards.optim)),
             shards.rounding_step,
         )
 
-    def _add_state(self) -> dict[int, Tree]:
-        """Assign each tensor of the state to the files of the ranks that hold it."""
-        holders = holders_of(self._held)
-        states: dict[int, Tree] = {}
-        for param, kept in self._kept.items():
-            stored = {}
-            for number, leaf in enumerate(kept.leaves):
-                if kept.shared and kept.per_element[number]:
-                    chunks = [
-                        chunk
-                        for rank in holders[param]
-                        for chunk in self._add_chunks(rank, param, number)
-                    ]
-                    stored[number] = Stored(leaf.dtype, kept.spec.shape, tuple(chunks))
-                # Masters are in files whatever their size: a model may be loaded from them.
-                elif leaf.data is None or leaf.path == MASTER:
-                    # Every rank that holds a part of the parameter has the same.
-                    rank, box = holders[param][0], Box.whole(leaf.shape)
-                    tensor = self._tensors[param][number] if rank == self._rank else None
-                    key = state_key(param, number, self._names[param], leaf, box)
-                    chunk = self._files.add_chunk("optimizer", rank, key, box, tensor)
-                    stored[number] = Stored(leaf.dtype, leaf.shape, (chunk,))
-            node = with_leaves(kept.node, partial(_leaf_in_file, kept, stored))
-            states[param] = Tree(node, stored)
-        return states
+    def _describe(self, index: int, spec: ParamSpec) -> SavedParam:
+        """Describe a parameter and its state as if one rank held all of it."""
+        state, per_element = None, tuple[bool, ...]()
+        if index in self._kept:
+            kept = self._kept[index]
+            per_element = tuple(kept.per_element)
+            node = with_leaves(kept.node, partial(_whole_leaf, kept))
+            state = Tree(master_in_file(node), {})
+        return SavedParam(
+            self._names[index], spec.shape, spec.dtype, spec.trainable, state, per_element
+        )
 
-    def _add_chunks(self, rank: int, param: int, number: int) -> Iterator[Chunk]:
-        """Assign the boxes of a sharded tensor that a rank holds to its file."""
-        spec, held = self._kept[param].spec, self._held[rank][param]
-        tensor = self._tensors[param][number] if rank == self._rank else None
-        for stretch, box in boxes(held, spec.shape, spec.stride):
-            part = None
-            if tensor is not None:
-                start = tensor.storage_offset() + stretch.start - held.start
-                part = tensor.as_strided(box.sizes, spec.stride, start)
-            leaf = self._kept[param].leaves[number]
-            key = state_key(param, number, self._names[param], leaf, box)
-            yield self._files.add_chunk("optimizer", rank, key, box, part)
+    def _part(self, index: int, number: int, box: Box) -> torch.Tensor:
+        """Return a box of a tensor of a parameter's state, which this rank holds."""
+        kept, tensor = self._kept[index], self._tensors[index][number]
+        if not (kept.shared and kept.per_element[number]):
+            return tensor
+        stride, held = kept.spec.stride, self._held[self._shards.comm.group_rank][index]
+        start = sum(map(operator.mul, box.offsets, stride)) - held.start
+        return tensor.as_strided(box.sizes, stride, tensor.storage_offset() + start)
 
 
-def _leaf_in_file(kept: Kept, stored: Mapping[int, Stored], number: int, node: Node) -> Node:
-    """Describe a tensor of a parameter's state as if one rank held all of it, in a file."""
-    if number not in stored:
+def _whole_leaf(kept: Kept, number: int, node: Node) -> Node:
+    """Describe a tensor that ranks share as if one rank held all of it, in a file."""
+    if not (kept.shared and kept.per_element[number]):
         return node
-    kind, dtype, shape, stride, on_cpu, _ = node
-    if kept.shared and kept.per_element[number]:
-        shape, stride = list(kept.spec.shape), list(kept.spec.stride)
-    return [kind, dtype, shape, stride, on_cpu, None]
+    kind, dtype, _, _, on_cpu, _ = node
+    return [kind, dtype, list(kept.spec.shape), list(kept.spec.stride), on_cpu, None]
 
 
-def add_options(files: FileLayout, number: int, group: Mapping[str, Any]) -> Tree:
+def add_groups(
+    files: FileLayout, groups: Iterable[Mapping[str, Any]], names: Iterable[str]
+) -> tuple[tuple[tuple[str, ...], Tree], ...]:
+    """Return the groups with the names of their parameters, and assign their options to rank 0."""
+    unused = iter(names)
+    return tuple(
+        (tuple(islice(unused, len(group["params"]))), _add_options(files, number, group))
+        for number, group in enumerate(groups)
+    )
+
+
+def _add_options(files: FileLayout, number: int, group: Mapping[str, Any]) -> Tree:
     """Assign the options of a parameter group to rank 0. Warn of options that are code."""
     options = {}
     for key, value in group.items():

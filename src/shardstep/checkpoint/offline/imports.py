@@ -12,34 +12,33 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardstep.checkpoint.errors import CheckpointError, require
-from shardstep.checkpoint.file_layout import HF_INDEX, WEIGHTS, FileLayout, made_by, state_key
+from shardstep.checkpoint.file_layout import HF_INDEX, WEIGHTS, FileLayout, made_by
 from shardstep.checkpoint.files import Stages, no_stages, read_json
 from shardstep.checkpoint.format import (
-    MASTER,
     Contents,
     SavedModel,
     SavedOptimizer,
     SavedParam,
     Tree,
     attach_masters,
+    master_in_file,
 )
 from shardstep.checkpoint.inputs import split_state_dict
 from shardstep.checkpoint.offline.class_name import check_class_name
 from shardstep.checkpoint.offline.one_process import write_alone
 from shardstep.checkpoint.offline.summary import is_checkpoint
 from shardstep.checkpoint.safetensors import File, Source, Streamed
-from shardstep.checkpoint.write import add_options
+from shardstep.checkpoint.write import add_groups
 from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Box
 from shardstep.state.torch_dict import KNOWN_KEYS
-from shardstep.state.tree import encode, leaves, with_leaves
+from shardstep.state.tree import encode, leaves
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
@@ -301,11 +300,7 @@ def _save_optimizer(
         _save_param(files, index, name, state.get(key), None if positional else model)
         for index, (key, name) in enumerate(zip(keys, called, strict=True))
     ]
-    remaining = iter(called)
-    saved_groups = [
-        (tuple(islice(remaining, len(group["params"]))), add_options(files, number, group))
-        for number, group in enumerate(groups)
-    ]
+    saved_groups = add_groups(files, groups, called)
     global_state = {key: value for key, value in state.items() if key not in set(keys)}
     if not all(isinstance(key, str) for key in global_state):
         raise CheckpointError(
@@ -317,7 +312,7 @@ def _save_optimizer(
         positional,
         stepped=bool(state),
         params=tuple(params),
-        groups=tuple(saved_groups),
+        groups=saved_groups,
         global_state=files.add_value("state", global_state),
         extra_entries=files.add_value("beside", extra_entries),
         rounding_step=rounded,
@@ -408,12 +403,7 @@ def _save_param(
         node, tensors = encode(state)
     except TypeError as error:
         raise CheckpointError(f"parameter {name!r}: {error}") from error
-    found = leaves(node)
-    stored = {}
-    for number, (leaf, tensor) in enumerate(zip(found, tensors, strict=True)):
-        if leaf.data is None or leaf.path == MASTER:
-            key = state_key(index, number, name, leaf, Box.whole(leaf.shape))
-            stored[number] = files.add_whole("optimizer", 0, key, tensor)
-    node = with_leaves(node, lambda n, leaf: [*leaf[:-1], None] if n in stored else leaf)
-    per_element = tuple(leaf.shape == shape for leaf in found)
-    return SavedParam(name, shape, dtype, True, Tree(node, stored), per_element)
+    per_element = tuple(leaf.shape == shape for leaf in leaves(node))
+    param = SavedParam(name, shape, dtype, True, Tree(master_in_file(node), {}), per_element)
+    pieces = [(0, Box.whole(shape))]
+    return files.add_state(index, param, pieces, lambda number, box: tensors[number])

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from shardstep.checkpoint.file_layout import (
     FileLayout,
     assign_owners,
-    holders_of,
     made_by,
-    state_key,
+    pieces_of,
     value_key,
 )
 from shardstep.checkpoint.files import Stages, no_stages
@@ -32,7 +32,7 @@ from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.safetensors import Streamed
 from shardstep.layouts.known_classes import ELEMENT_WISE
 from shardstep.local.multi_class import full_name
-from shardstep.plan import Box, Layout, ParamSpec, ShardPlan, boxes, contiguous
+from shardstep.plan import Box, Layout, ParamSpec, ShardPlan, contiguous
 from shardstep.state.tree import leaves
 
 
@@ -102,19 +102,13 @@ class _Resharding:
             known = {full_name(cls) for cls in ELEMENT_WISE}
             layout = "sliced" if saved.class_name in known else "whole"
         plan = ShardPlan.make(specs, self._files.world_size, layout)
-        held = [plan.intervals(rank) for rank in range(plan.world_size)]
-        holders = holders_of(held)
-        params = []
-        for index, param in enumerate(saved.params):
-            pieces = [
-                (rank, box)
-                for rank in holders[index]
-                for _, box in boxes(held[rank][index], specs[index].shape, specs[index].stride)
-            ]
-            params.append(self._param(index, param, pieces))
+        pieces = pieces_of(specs, [plan.intervals(rank) for rank in range(plan.world_size)])
         return replace(
             saved,
-            params=tuple(params),
+            params=tuple(
+                self._files.add_state(index, param, pieces[index], partial(self._part, param))
+                for index, param in enumerate(saved.params)
+            ),
             groups=tuple(
                 (names, self._value(f"group {number}", options))
                 for number, (names, options) in enumerate(saved.groups)
@@ -123,22 +117,9 @@ class _Resharding:
             extra_entries=self._value("beside", saved.extra_entries),
         )
 
-    def _param(self, index: int, param: SavedParam, pieces: list[tuple[int, Box]]) -> SavedParam:
-        if param.state is None:
-            return param
-        found = leaves(param.state.node)
-        stored = {}
-        for number, old in param.state.stored.items():
-            # The first rank with a part keeps what belongs to the whole parameter.
-            whole = [(pieces[0][0], Box.whole(old.shape))]
-            chunks = []
-            for rank, box in pieces if param.per_element[number] else whole:
-                key = state_key(index, number, param.name, found[number], box)
-                chunks.append(
-                    self._files.add_chunk("optimizer", rank, key, box, self._read(old, box))
-                )
-            stored[number] = replace(old, chunks=tuple(chunks))
-        return replace(param, state=Tree(param.state.node, stored))
+    def _part(self, param: SavedParam, number: int, box: Box) -> Streamed:
+        assert param.state is not None
+        return self._read(param.state.stored[number], box)
 
     def _model(self, saved: SavedModel) -> SavedModel:
         # A load deals tensors to ranks in the same way, so each rank reads one file.
