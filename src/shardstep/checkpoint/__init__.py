@@ -6,7 +6,7 @@ For `torch.distributed.checkpoint`: `dcp`. `shardstep.state` turns state into te
 """
 
 from shardstep.checkpoint.dcp.stateful import Sharded
-from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.files import CheckpointError
 from shardstep.checkpoint.load import Loaded, load
 from shardstep.checkpoint.offline.dicts import state_dict, verify, weights
 from shardstep.checkpoint.offline.export import export

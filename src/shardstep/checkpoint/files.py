@@ -14,8 +14,6 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from shardstep.checkpoint.errors import CheckpointError, require
-
 MAX_JSON_NBYTES = 128 * 2**20
 
 Progress = Callable[[int], None]
@@ -32,6 +30,16 @@ def no_progress(nbytes: int) -> None:
 def no_stages(name: str, nbytes: int) -> Progress:
     """Ignore stages."""
     return no_progress
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, incomplete, of another kind, or does not fit. Names the file."""
+
+
+def require(holds: bool, problem: str) -> None:
+    """Raise `CheckpointError` with this message unless the condition holds."""
+    if not holds:
+        raise CheckpointError(problem)
 
 
 @dataclass(frozen=True, slots=True)

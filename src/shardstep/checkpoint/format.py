@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardstep.checkpoint.errors import CheckpointError, require
-from shardstep.checkpoint.files import Digest, check_file, read_json
+from shardstep.checkpoint.files import CheckpointError, Digest, check_file, read_json, require
 from shardstep.checkpoint.manifest import Manifest
 from shardstep.checkpoint.safetensors import MAX_HEADER_NBYTES
 from shardstep.plan import Box, overlap

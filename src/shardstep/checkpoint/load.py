@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.files import CheckpointError
 from shardstep.checkpoint.format import (
     SavedOptimizer,
     SavedParam,

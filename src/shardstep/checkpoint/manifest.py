@@ -12,8 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardstep.checkpoint.errors import CheckpointError, require
-from shardstep.checkpoint.files import Digest, read_json, status_of, write_text
+from shardstep.checkpoint.files import (
+    CheckpointError,
+    Digest,
+    read_json,
+    require,
+    status_of,
+    write_text,
+)
 from shardstep.state.limits import MAX_NUMEL
 
 FORMAT = "shardstep checkpoint"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardstep.checkpoint.errors import require
 from shardstep.checkpoint.file_layout import assign_owners
+from shardstep.checkpoint.files import require
 from shardstep.checkpoint.format import (
     SavedModel,
     SavedOptimizer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.errors import CheckpointError, require
-from shardstep.checkpoint.files import Progress, check_file, no_progress
+from shardstep.checkpoint.files import CheckpointError, Progress, check_file, no_progress, require
 from shardstep.checkpoint.format import Contents, Stored, Tree, read_contents
 from shardstep.checkpoint.manifest import Manifest, read_manifest
-from shardstep.checkpoint.safetensors import File, form_of
+from shardstep.checkpoint.safetensors import File
 from shardstep.plan import Box, contiguous
 from shardstep.state.limits import memory_nbytes
 from shardstep.state.tree import Leaf, decode, wrap
@@ -61,19 +60,13 @@ class Checkpoint:
         for name in sorted(self.manifest.files) if names is None else names:
             check_file(self.path / name, self.manifest.files[name], progress)
 
-    def check_chunks(self) -> None:
-        """Compare the headers of all files with the contents."""
-        for what, stored in self.contents.tensors():
+    def check_chunks(self, tensors: Iterable[Stored] | None = None) -> int:
+        """Compare the headers of files with these tensors, or all. Return the number of tensors."""
+        found = [each for _, each in self.contents.tensors()] if tensors is None else list(tensors)
+        for stored in found:
             for chunk in stored.chunks:
-                where = f"{self.path / chunk.file}: chunk {chunk.key!r} of {what}"
-                entry = self._file(chunk.file).entries.get(chunk.key)
-                form = None if entry is None else (entry.dtype, entry.shape)
-                found = "missing" if form is None else "{} of shape {} there".format(*form)
-                require(
-                    form == form_of(stored.dtype, chunk.box.sizes),
-                    f"{where} is {found}, but should be {stored.dtype} of shape {chunk.box.sizes}; "
-                    "the file belongs to another checkpoint",
-                )
+                self._file(chunk.file).check(chunk.key, stored.dtype, chunk.box.sizes)
+        return len(found)
 
     def read_box(self, stored: Stored, box: Box, target: torch.Tensor) -> None:
         """Copy a box of a tensor to `target`, of the box's shape and any dtype and device."""
@@ -86,8 +79,7 @@ class Checkpoint:
     def read_tensor(self, stored: Stored, stride: Sequence[int] | None = None) -> torch.Tensor:
         """Read all of a tensor to the CPU. It is contiguous unless `stride` is given."""
         # Nothing is allocated before the files are known to hold the tensor.
-        for chunk in stored.chunks:
-            self._file(chunk.file).check(chunk.key, stored.dtype, chunk.box.sizes)
+        self.check_chunks([stored])
         stride = contiguous(stored.shape) if stride is None else stride
         try:
             if stored.nbytes > memory_nbytes():

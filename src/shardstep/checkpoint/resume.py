@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.files import CheckpointError
 from shardstep.checkpoint.inputs import comm_of
 from shardstep.checkpoint.load import Loaded, load
 from shardstep.checkpoint.manifest import continue_run, read_manifest

@@ -21,14 +21,15 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.errors import CheckpointError, require
 from shardstep.checkpoint.files import (
+    CheckpointError,
     Digest,
     Progress,
     no_progress,
     open_plain,
     parse_json,
     reading,
+    require,
     writing,
 )
 from shardstep.params.storage import flat
@@ -238,10 +239,10 @@ class File:
     def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
         """Return the entry of a tensor, or raise if the file has none of this form."""
         entry = self.entries.get(name)
-        if entry is None or math.prod(shape) * dtype.itemsize != entry.nbytes:
+        if entry is None or (entry.dtype, entry.shape) != form_of(dtype, shape):
             raise CheckpointError(
                 f"{self._path}: there is no tensor {name!r} of {dtype} and shape {tuple(shape)}; "
-                "the file is damaged"
+                "the file is damaged, or belongs to another checkpoint"
             )
         return entry
 

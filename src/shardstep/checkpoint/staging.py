@@ -20,8 +20,15 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from shardstep.checkpoint.errors import CheckpointError, require
-from shardstep.checkpoint.files import Digest, length_of, reading, status_of, sync_folder
+from shardstep.checkpoint.files import (
+    CheckpointError,
+    Digest,
+    length_of,
+    reading,
+    require,
+    status_of,
+    sync_folder,
+)
 from shardstep.checkpoint.manifest import (
     FILE_NAME,
     MANIFEST,

@@ -26,7 +26,7 @@ from shardstep.checkpoint.file_layout import (
     made_by,
     pieces_of,
 )
-from shardstep.checkpoint.files import Digest, Progress, no_progress, write_text
+from shardstep.checkpoint.files import Digest, Progress, Stages, no_progress, write_text
 from shardstep.checkpoint.format import (
     Contents,
     SavedModel,
@@ -45,7 +45,7 @@ from shardstep.checkpoint.inputs import (
 )
 from shardstep.checkpoint.safetensors import Source, write
 from shardstep.checkpoint.staging import Staging, keep_last
-from shardstep.comm import Comm
+from shardstep.comm import Comm, SoloComm
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import extras, saved_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
@@ -267,3 +267,12 @@ def write_checkpoint(comm: Comm, job: SaveJob, progress: Progress = no_progress)
         if staging is not None:
             staging.discard()
     return job.path
+
+
+def write_alone(
+    path: str | os.PathLike[str], files: FileLayout, contents: Contents, stages: Stages
+) -> Path:
+    """Write the files of all ranks from one process, and return the checkpoint."""
+    job = SaveJob(Path(path).absolute(), files.own_files, json_files(contents), keep_last=None)
+    total = sum(stored.nbytes for _, stored in contents.tensors())
+    return write_checkpoint(SoloComm(), job, stages("writing", total))

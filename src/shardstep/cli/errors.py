@@ -18,9 +18,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from shardstep.checkpoint.errors import CheckpointError
+from shardstep.checkpoint.files import CheckpointError, Stages
 from shardstep.checkpoint.files import Progress as OnBytes
-from shardstep.checkpoint.files import Stages
 
 ERRORS = (CheckpointError, OSError, ValueError, TypeError, RuntimeError, MemoryError)
 

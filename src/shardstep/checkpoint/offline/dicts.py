@@ -6,10 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.files import Stages, no_stages
+from shardstep.checkpoint.files import CheckpointError, Stages, no_stages
 from shardstep.checkpoint.format import SavedModel, SavedOptimizer, split_masters
-from shardstep.checkpoint.offline.one_process import verify_files
 from shardstep.checkpoint.read import Checkpoint
 
 
@@ -56,9 +54,9 @@ def verify(path: str | os.PathLike[str], *, stages: Stages = no_stages) -> tuple
         CheckpointError: naming the first file that is wrong.
     """
     with Checkpoint(Path(path)) as checkpoint:
-        nbytes = verify_files(checkpoint, stages)
-        checkpoint.check_chunks()
-        return nbytes, sum(1 for _ in checkpoint.contents.tensors())
+        nbytes = checkpoint.manifest.nbytes
+        checkpoint.verify(progress=stages("checking", nbytes))
+        return nbytes, checkpoint.check_chunks()
 
 
 def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, Any]:

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch.utils import _pytree as pytree
 
-from shardstep.checkpoint.errors import CheckpointError
 from shardstep.checkpoint.file_layout import HF_INDEX, WEIGHTS, hf_index
-from shardstep.checkpoint.files import Progress, Stages, no_stages, write_text
+from shardstep.checkpoint.files import CheckpointError, Progress, Stages, no_stages, write_text
 from shardstep.checkpoint.format import Contents
 from shardstep.checkpoint.offline.dicts import (
     model_dict,
@@ -29,7 +28,6 @@ from shardstep.checkpoint.offline.dicts import (
     saved_model,
     saved_optimizer,
 )
-from shardstep.checkpoint.offline.one_process import verify_files
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.safetensors import CHUNK_NBYTES, Source, Streamed, form_of, write
 from shardstep.checkpoint.staging import EXPORT, Staging
@@ -96,7 +94,7 @@ def export(
         else:
             _check_torch(checkpoint, part, named)
         if verify:
-            verify_files(checkpoint, stages)
+            checkpoint.verify(progress=stages("checking", checkpoint.manifest.nbytes))
         goal = Path(out).absolute()
         staging = Staging(goal)
         try:

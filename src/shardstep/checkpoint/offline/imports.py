@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.errors import CheckpointError, require
 from shardstep.checkpoint.file_layout import HF_INDEX, WEIGHTS, FileLayout, made_by
-from shardstep.checkpoint.files import Stages, no_stages, read_json
+from shardstep.checkpoint.files import CheckpointError, Stages, no_stages, read_json, require
 from shardstep.checkpoint.format import (
     Contents,
     SavedModel,
@@ -31,10 +30,9 @@ from shardstep.checkpoint.format import (
 )
 from shardstep.checkpoint.inputs import split_state_dict
 from shardstep.checkpoint.offline.class_name import check_class_name
-from shardstep.checkpoint.offline.one_process import write_alone
 from shardstep.checkpoint.offline.summary import is_checkpoint
 from shardstep.checkpoint.safetensors import File, Source, Streamed
-from shardstep.checkpoint.write import add_groups
+from shardstep.checkpoint.write import add_groups, write_alone
 from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Box
 from shardstep.state.torch_dict import KNOWN_KEYS

@@ -27,9 +27,9 @@ from shardstep.checkpoint.format import (
     Stored,
     Tree,
 )
-from shardstep.checkpoint.offline.one_process import verify_files, write_alone
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.safetensors import Streamed
+from shardstep.checkpoint.write import write_alone
 from shardstep.layouts.known_classes import ELEMENT_WISE
 from shardstep.local.multi_class import full_name
 from shardstep.plan import Box, Layout, ParamSpec, ShardPlan, contiguous
@@ -71,7 +71,7 @@ def reshard(
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     with Checkpoint(Path(path)) as checkpoint:
         if verify:
-            verify_files(checkpoint, stages)
+            checkpoint.verify(progress=stages("checking", checkpoint.manifest.nbytes))
         files = FileLayout(ranks, range(ranks))
         contents = _Resharding(checkpoint, files).contents(layout)
         return write_alone(out, files, contents, stages)

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.errors import CheckpointError
-from shardstep.checkpoint.files import status_of
+from shardstep.checkpoint.files import CheckpointError, status_of
 from shardstep.checkpoint.format import (
     SavedModel,
     SavedOptimizer,
