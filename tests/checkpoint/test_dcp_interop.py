@@ -248,10 +248,10 @@ def test_an_optimizer_has_what_was_loaded_completely_and_nothing_else(
 
 
 def test_what_was_not_read_is_not_a_number() -> None:
-    placeholder = Placeholder("a moment", (4, 6), torch.float32, torch.device("cpu"), True)
     live = torch.zeros(10)
-    spec = ParamSpec.of("w", (4, 6))
-    placeholder.hold(live, (Interval(8, 18), spec))
+    form = ((4, 6), torch.float32, torch.device("cpu"))
+    cut = (Interval(8, 18), ParamSpec.of("w", (4, 6)))
+    placeholder = Placeholder("a moment", *form, True, live, cut)
     boxes = placeholder.__create_chunk_list__()
     assert [(tuple(b.offsets), tuple(b.sizes)) for b in boxes] == [
         ((1, 2), (1, 4)),

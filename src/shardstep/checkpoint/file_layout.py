@@ -14,7 +14,7 @@ import torch
 from shardstep.checkpoint.files import MAX_JSON_NBYTES
 from shardstep.checkpoint.format import CONTENTS, Chunk, Contents, SavedParam, Stored, Tree, to_json
 from shardstep.checkpoint.safetensors import Source
-from shardstep.plan import Box, Holding, ParamSpec, boxes
+from shardstep.plan import Box, ShardPlan, boxes
 from shardstep.state.tree import Leaf, encode, leaves
 
 WEIGHTS = "model.safetensors"
@@ -98,15 +98,13 @@ def value_key(name: str, number: int, leaf: Leaf) -> str:
     return f"{name}.{number}:{leaf.path}"
 
 
-def pieces_of(
-    specs: Sequence[ParamSpec], held: Sequence[Holding]
-) -> dict[int, list[tuple[int, Box]]]:
-    """Return the boxes of each parameter that ranks hold, with these ranks in order."""
-    pieces: dict[int, list[tuple[int, Box]]] = {}
-    for rank, holding in enumerate(held):
-        for param, interval in holding.items():
-            found = boxes(interval, specs[param].shape, specs[param].stride)
-            pieces.setdefault(param, []).extend((rank, box) for _, box in found)
+def pieces_of(plan: ShardPlan) -> list[list[tuple[int, Box]]]:
+    """Return the boxes of each parameter, with the ranks that hold them in order."""
+    pieces: list[list[tuple[int, Box]]] = [[] for _ in plan.specs]
+    for rank, held in enumerate(plan.holdings):
+        for param, interval in held.items():
+            spec = plan.specs[param]
+            pieces[param] += [(rank, box) for _, box in boxes(interval, spec.shape, spec.stride)]
     return pieces
 
 

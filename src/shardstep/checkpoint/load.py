@@ -186,7 +186,7 @@ class _Loading:
     def _read_optimizer(self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer) -> None:
         match, shards = self.match, optimizer.shards
         read_value = match.checkpoint.read_value
-        specs, held = shards.plan.specs, shards.plan.intervals(shards.comm.group_rank)
+        specs, held = shards.plan.specs, shards.held
         states = {
             index: self._read_state(
                 match.found[index], specs[index], held[index], shards.params[index].device
@@ -301,7 +301,7 @@ class _Loading:
         self, optimizer: ZeroRedundancyOptimizer, undo: list[Callable[[], None]]
     ) -> None:
         shards, found = optimizer.shards, self.match.found
-        local, specs = shards.optim, shards.plan.specs
+        local = shards.optim
         parts = local.parts if isinstance(local, MultiClass) else []
         undo += [
             partial(_restore, each, dict(vars(each)), list(each.param_groups))
@@ -319,12 +319,12 @@ class _Loading:
         kept = {
             index: state for index, state in shards.local.states().items() if index not in found
         }
-        held = sorted(shards.plan.intervals(shards.comm.group_rank))
+        held = shards.held
         saved = self.match.checkpoint.contents.optimizer
         rounded = saved is not None and saved.rounding_step > 0
         wide = {i for i in held if rounded or i not in found or master_of(found[i].state)}
         states = {**kept, **self.states}
-        install(local, held, states, self.global_state, groups, specs, self.extra_entries, wide)
+        install(shards, states, self.global_state, groups, self.extra_entries, wide)
 
     def _install_weights(self) -> None:
         """Copy the tensors that this rank has read, and broadcast them."""

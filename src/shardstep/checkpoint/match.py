@@ -288,7 +288,7 @@ class Match:
         trees = [contents.extra]
         if self.optimizer is not None and contents.optimizer is not None:
             plan, params = self.optimizer.plan, self.optimizer.shards.params
-            held = plan.intervals(self.optimizer.rank)
+            held = self.optimizer.shards.held
             for index in held.keys() & self.found.keys():
                 state = self.found[index].state
                 if state is not None and params[index].device.type == "cpu":

@@ -60,13 +60,11 @@ class Checkpoint:
         for name in sorted(self.manifest.files) if names is None else names:
             check_file(self.path / name, self.manifest.files[name], progress)
 
-    def check_chunks(self, tensors: Iterable[Stored] | None = None) -> int:
-        """Compare the headers of files with these tensors, or all. Return the number of tensors."""
-        found = [each for _, each in self.contents.tensors()] if tensors is None else list(tensors)
-        for stored in found:
+    def check_chunks(self, tensors: Iterable[tuple[str, Stored]]) -> None:
+        """Compare the headers of files with tensors, given with descriptions."""
+        for what, stored in tensors:
             for chunk in stored.chunks:
-                self._file(chunk.file).check(chunk.key, stored.dtype, chunk.box.sizes)
-        return len(found)
+                self._file(chunk.file).check(chunk.key, stored.dtype, chunk.box.sizes, what)
 
     def read_box(self, stored: Stored, box: Box, target: torch.Tensor) -> None:
         """Copy a box of a tensor to `target`, of the box's shape and any dtype and device."""
@@ -79,7 +77,7 @@ class Checkpoint:
     def read_tensor(self, stored: Stored, stride: Sequence[int] | None = None) -> torch.Tensor:
         """Read all of a tensor to the CPU. It is contiguous unless `stride` is given."""
         # Nothing is allocated before the files are known to hold the tensor.
-        self.check_chunks([stored])
+        self.check_chunks([("a tensor", stored)])
         stride = contiguous(stored.shape) if stride is None else stride
         try:
             if stored.nbytes > memory_nbytes():

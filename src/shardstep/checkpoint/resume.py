@@ -17,7 +17,6 @@ from shardstep.checkpoint.load import Loaded, load
 from shardstep.checkpoint.manifest import continue_run, read_manifest
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.staging import find_checkpoints
-from shardstep.comm import Comm
 from shardstep.comm.consensus import run_on_all_ranks
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def latest(parent: str | os.PathLike[str]) -> Path | None:
         CheckpointError: if the folder cannot be read.
     """
     complete, _ = find_checkpoints(Path(parent))
-    return next((path for path in reversed(complete) if _problem(path, []) is None), None)
+    return next((path for path in reversed(complete) if _problem(path, slice(0)) is None), None)
 
 
 def resume(
@@ -64,6 +63,7 @@ def resume(
     """
     comm = comm_of(optimizer)
     what = f"resuming from {parent}"
+    share = slice(comm.group_rank, None, comm.world_size)
     damaged: dict[Path, CheckpointError] = {}  # on rank 0
 
     def find() -> list[str]:
@@ -75,7 +75,7 @@ def resume(
 
     for name in run_on_all_ranks(comm, what, find)[0]:
         path = Path(name)
-        problems = run_on_all_ranks(comm, what, partial(_problem_here, comm, path))
+        problems = run_on_all_ranks(comm, what, partial(_problem, path, share))
         problem = next((each for each in problems if each is not None), None)
         if problem is None:
             loaded = load(path, optimizer, model, strict=strict, names=names, verify=False)
@@ -94,20 +94,11 @@ def resume(
     return None
 
 
-def _problem_here(comm: Comm, path: Path) -> str | None:
-    """Check this rank's share of a checkpoint's files. Return what is wrong."""
-    try:
-        names = sorted(read_manifest(path).files)
-    except CheckpointError as error:
-        return str(error)
-    return _problem(path, names[comm.group_rank :: comm.world_size])
-
-
-def _problem(path: Path, names: list[str]) -> str | None:
-    """Open a checkpoint and compare these files with their digests. Return what is wrong."""
+def _problem(path: Path, share: slice) -> str | None:
+    """Open a checkpoint and compare some files with their digests. Return what is wrong."""
     try:
         with Checkpoint(path) as checkpoint:
-            checkpoint.verify(names)
+            checkpoint.verify(sorted(checkpoint.manifest.files)[share])
     except CheckpointError as error:
         return str(error)
     return None

@@ -236,13 +236,16 @@ class File:
     def _require(self, holds: bool, problem: str) -> None:
         require(holds, f"{self._path}: {problem}; the file is damaged or not safetensors")
 
-    def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
-        """Return the entry of a tensor, or raise if the file has none of this form."""
+    def check(
+        self, name: str, dtype: torch.dtype, shape: Sequence[int], what: str = "a tensor"
+    ) -> Entry:
+        """Return the entry of a chunk of `what`, or raise if the file has none of this form."""
         entry = self.entries.get(name)
         if entry is None or (entry.dtype, entry.shape) != form_of(dtype, shape):
+            there = f"{entry.dtype} of shape {entry.shape} there" if entry else "missing"
             raise CheckpointError(
-                f"{self._path}: there is no tensor {name!r} of {dtype} and shape {tuple(shape)}; "
-                "the file is damaged, or belongs to another checkpoint"
+                f"{self._path}: chunk {name!r} of {what} is {there}, but should be {dtype} of "
+                f"shape {tuple(shape)}; the file belongs to another checkpoint"
             )
         return entry
 

@@ -171,10 +171,16 @@ _states: weakref.WeakKeyDictionary[Any, AsyncSaveState] = weakref.WeakKeyDiction
 _state_without_optimizer = AsyncSaveState()
 
 
-def _state_of(optimizer: ZeroRedundancyOptimizer | None) -> AsyncSaveState:
-    if optimizer is None:
-        return _state_without_optimizer
-    return _states.setdefault(optimizer, AsyncSaveState())
+def _begin(
+    path: Any, optimizer: Any, model: torch.nn.Module | None, extra: Any, keep: int | None
+) -> tuple[Comm, AsyncSaveState, SaveJob]:
+    """Wait for the running save, and plan the next one. Called on every rank."""
+    optimizer = unwrapped_optimizer(optimizer)
+    comm, state = comm_of(optimizer), _state_without_optimizer
+    if optimizer is not None:
+        state = _states.setdefault(optimizer, AsyncSaveState())
+    state.finish_running(comm)
+    return comm, state, plan_save(path, optimizer, model, extra, keep)
 
 
 def save(
@@ -208,10 +214,7 @@ def save(
         OSError: if it cannot be written there.
         TypeError: if there is a value that a checkpoint cannot hold.
     """
-    optimizer = unwrapped_optimizer(optimizer)
-    comm = comm_of(optimizer)
-    _state_of(optimizer).finish_running(comm)
-    job = plan_save(path, optimizer, model, extra, keep_last)
+    comm, _, job = _begin(path, optimizer, model, extra, keep_last)
     watch_sigterm()
     try:
         return write_checkpoint(comm, job)
@@ -242,11 +245,7 @@ def async_save(
     Raises:
         RuntimeError: on every rank, if the save before this one failed; this one is not begun then.
     """
-    optimizer = unwrapped_optimizer(optimizer)
-    comm = comm_of(optimizer)
-    state = _state_of(optimizer)
-    state.finish_running(comm)
-    job = plan_save(path, optimizer, model, extra, keep_last)
+    comm, state, job = _begin(path, optimizer, model, extra, keep_last)
     copies: list[SaveJob] = []
     run_on_all_ranks(comm, "copying a checkpoint", lambda: copies.append(state.copy(job)))
     watch_sigterm()

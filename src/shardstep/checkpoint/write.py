@@ -129,13 +129,13 @@ class _OptimizerWriter:
         self._shards = shards = optimizer.shards
         shards.wait_for_params()
         self._names, self._positional = names_of(optimizer, model)
-        self._held = [shards.plan.intervals(rank) for rank in range(shards.comm.world_size)]
+        self._held = shards.held
         own = attach_masters(shards.local.states(), shards.masters())
-        self._kept, self._tensors = survey(shards.comm, shards.plan.specs, self._held, own)
+        self._kept, self._tensors = survey(shards.comm, shards.plan, own)
 
     def __call__(self) -> SavedOptimizer:
         shards = self._shards
-        pieces = pieces_of(shards.plan.specs, self._held)
+        pieces = pieces_of(shards.plan)
         params = [
             self._files.add_state(
                 index, self._describe(index, spec), pieces[index], partial(self._part, index)
@@ -177,8 +177,8 @@ class _OptimizerWriter:
         kept, tensor = self._kept[index], self._tensors[index][number]
         if not (kept.shared and kept.per_element[number]):
             return tensor
-        stride, held = kept.spec.stride, self._held[self._shards.comm.group_rank][index]
-        start = sum(map(operator.mul, box.offsets, stride)) - held.start
+        stride = kept.spec.stride
+        start = sum(map(operator.mul, box.offsets, stride)) - self._held[index].start
         return tensor.as_strided(box.sizes, stride, tensor.storage_offset() + start)
 
 

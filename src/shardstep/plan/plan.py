@@ -108,6 +108,11 @@ class ShardPlan:
         """Return the elements that `group_rank` owns, by parameter; other parameters are absent."""
         return {piece.param: piece.param_interval for piece in self.pieces(group_rank)}
 
+    @cached_property
+    def holdings(self) -> Sequence[dict[int, Interval]]:
+        """The elements that each rank owns, by parameter."""
+        return [self.intervals(rank) for rank in range(self.world_size)]
+
     def numel(self, group_rank: int) -> int:
         """Return the number of trainable elements that `group_rank` owns."""
         pieces = (piece for bucket in self.training_buckets for piece in bucket.pieces(group_rank))

@@ -59,8 +59,8 @@ def move_state(
     `states` is this rank's state under `plan`, by parameter. `wanted` has one entry per rank. The
     state is put on the devices of `params`, or on the CPU if there are none.
     """
-    held = [plan.intervals(rank) for rank in range(comm.world_size)]
-    kept, tensors = survey(comm, plan.specs, held, states)
+    held = plan.holdings
+    kept, tensors = survey(comm, plan, states)
     me = comm.group_rank
     arrived: dict[int, list[torch.Tensor]] = {}
     results: dict[int, Any] = {}
@@ -88,7 +88,7 @@ def move_state(
 
 
 def survey(
-    comm: Comm, specs: Sequence[ParamSpec], held: Sequence[Holding], states: Mapping[int, Any]
+    comm: Comm, plan: ShardPlan, states: Mapping[int, Any]
 ) -> tuple[dict[int, Kept], dict[int, list[torch.Tensor]]]:
     """Return the state over all ranks of each parameter that has any, and this rank's tensors.
 
@@ -102,7 +102,7 @@ def survey(
         try:
             own[param], tensors[param] = encode(value)
         except TypeError as error:
-            failure = f"parameter {specs[param].name!r} on rank {comm.group_rank}: {error}"
+            failure = f"parameter {plan.specs[param].name!r} on rank {comm.group_rank}: {error}"
             break
     answers = all_gather_json(comm, [failure, list(own.items())])
     for failed, _ in answers:
@@ -110,8 +110,8 @@ def survey(
             raise RuntimeError(f"the optimizer state cannot be moved: {failed}")
     nodes = [dict(items) for _, items in answers]
     kept = {
-        param: _combine(spec, held, nodes, param)
-        for param, spec in enumerate(specs)
+        param: _combine(spec, plan.holdings, nodes, param)
+        for param, spec in enumerate(plan.specs)
         if any(param in node for node in nodes)
     }
     return kept, tensors

@@ -20,7 +20,7 @@ def warn_of_missing_state(shards: ShardView, present: Collection[int]) -> None:
     lacking = {index for index in trainable if index not in present}
     keeping = {plan.specs[index].group for index in present}
     smallest: dict[int, int] = {}
-    held = plan.intervals(shards.comm.group_rank)
+    held = shards.held
     for index in sorted(lacking & held.keys(), key=lambda index: (held[index].numel, index)):
         if plan.specs[index].group not in keeping:
             smallest.setdefault(plan.specs[index].group, index)

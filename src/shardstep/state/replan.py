@@ -37,14 +37,13 @@ def move_states(
         for param, (old, new) in enumerate(zip(before.specs, after.specs, strict=False))
         if old.stride != new.stride
     }
-    intervals = [after.intervals(rank) for rank in range(comm.world_size)]
     wanted = [
         {**held, **{param: after.specs[param].whole for param in restrided & held.keys()}}
-        for held in intervals
+        for held in after.holdings
     ]
     moved = move_state(comm, before, wanted, states, params)
     for param in restrided & moved.keys():
-        own = intervals[comm.group_rank][param]
+        own = after.holdings[comm.group_rank][param]
         moved[param] = slice_state(moved[param], own, after.specs[param])
     return moved
 

@@ -110,13 +110,13 @@ def load_full(shards: ShardView, groups: Groups, state_dict: Mapping[str, Any]) 
 
     A dict that does not fit raises a ValueError on every rank, before anything is changed.
     """
-    plan, rank = shards.plan, shards.comm.group_rank
     shards.local.refuse_hand_edit()
-    full = match_params(numbered(state_dict, groups, [spec.name for spec in plan.specs]), groups)
-    present = {index for index in range(len(plan.specs)) if full["state"].get(index)}
-    masters = masters_in(full, plan, rank)
+    names = [spec.name for spec in shards.plan.specs]
+    full = match_params(numbered(state_dict, groups, names), groups)
+    present = {index for index in range(len(names)) if full["state"].get(index)}
+    masters = masters_in(full, shards)
     shards.give_masters({*present, *full["masters"]})
-    load_share(full, plan, rank, shards.optim)
+    load_share(full, shards)
     shards.set_masters(masters)
     given = shards.local.groups_given
     # Accelerate loads a copy of the dict that it was given before the first step. The dict itself

@@ -16,8 +16,9 @@ from shardstep.local.multi_class import MultiClass, of_one_class, parts_of
 from shardstep.params.dtensor import local_part
 from shardstep.params.groups import group_ranges, rename_params
 from shardstep.params.storage import flat
-from shardstep.plan import Interval, ParamSpec, ShardPlan
+from shardstep.plan import Interval, ParamSpec
 from shardstep.state.tree import own_copy
+from shardstep.state.view import ShardView
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -52,48 +53,46 @@ def match_params(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any
     return rename_params({"masters": {}, **state_dict}, index_of)
 
 
-def load_share(full: Mapping[str, Any], plan: ShardPlan, group_rank: int, local: Optimizer) -> None:
-    """Load `group_rank`'s share of a matched state dict into `local`, the optimizer on its pieces.
+def load_share(full: Mapping[str, Any], shards: ShardView) -> None:
+    """Load this rank's share of a matched state dict into the local optimizer.
 
     A dict that does not fit raises a ValueError on every rank, before any change.
     """
+    local, specs, held = shards.optim, shards.plan.specs, shards.held
     groups = full["param_groups"]
     if not isinstance(local, MultiClass):
         groups = of_one_class(groups, type(local))
-    held = plan.intervals(group_rank)
     mine: dict[int, Any] = {}
     global_state: dict[Any, Any] = {}
     for index, value in full["state"].items():
-        if index not in range(len(plan.specs)):
+        if index not in range(len(specs)):
             global_state[index] = copy.deepcopy(value)
             continue
-        spec = plan.specs[index]
+        spec = specs[index]
         if spec.layout == "sliced" or type(local) in ELEMENT_WISE:
             _check_shapes(value, spec)
         if index in held:
             mine[index] = slice_state(value, held[index], spec)
     extra = {key: copy.deepcopy(value) for key, value in full.items() if key not in KNOWN_KEYS}
     wide = {*full["masters"], *(held if "rounding_step" in full else ())}
-    install(local, sorted(held), mine, global_state, groups, plan.specs, extra, wide)
+    install(shards, mine, global_state, groups, extra, wide)
 
 
 def install(
-    local: Optimizer,
-    held: Sequence[int],
+    shards: ShardView,
     states: Mapping[int, Any],
     global_state: Mapping[Any, Any],
     groups: Groups,
-    specs: Sequence[ParamSpec],
     extra: Mapping[str, Any],
     wide: Container[int | None],
 ) -> None:
-    """Load state and group options into `local`, which has the pieces of the parameters `held`.
+    """Load state and group options into the local optimizer.
 
     `global_state` belongs to no parameter, and only the class reads `extra`. The state of the
     parameters in `wide` was saved for a master or for a tensor of a wider dtype.
     """
     # torch numbers the pieces of the local optimizer in the order of its groups.
-    numbers = {index: number for number, index in enumerate(held)}
+    numbers = {index: number for number, index in enumerate(sorted(shards.held))}
     state = {**global_state, **{numbers[index]: value for index, value in states.items()}}
     local_groups = []
     for group in groups:
@@ -102,30 +101,27 @@ def install(
         if "param_names" in group:
             share["param_names"] = [group["param_names"][position] for position in kept]
         local_groups.append(share)
-    local.load_state_dict({**extra, "state": state, "param_groups": local_groups})
-    _undo_casts(local, state, [None if index in wide else specs[index].dtype for index in held])
+    shards.optim.load_state_dict({**extra, "state": state, "param_groups": local_groups})
+    specs = shards.plan.specs
+    _undo_casts(shards.optim, state, [None if i in wide else specs[i].dtype for i in numbers])
 
 
-def masters_in(
-    full: Mapping[str, Any], plan: ShardPlan, group_rank: int
-) -> dict[int, torch.Tensor]:
-    """Return the masters of `group_rank`'s pieces in a matched state dict, by parameter."""
-    held = plan.intervals(group_rank)
-    share: dict[int, torch.Tensor] = {}
+def masters_in(full: Mapping[str, Any], shards: ShardView) -> dict[int, torch.Tensor]:
+    """Return the masters of this rank's pieces in a matched state dict, by parameter."""
+    specs, held = shards.plan.specs, shards.held
     for index, master in full["masters"].items():
-        if index not in range(len(plan.specs)):
+        if index not in range(len(specs)):
             raise ValueError(
                 f"the loaded state dict has a master for {index!r}, which is in no group"
             )
-        spec = plan.specs[index]
-        if master.shape != spec.shape:
+        if master.shape != specs[index].shape:
             raise ValueError(
-                f"the master of parameter {spec.name!r} has shape {tuple(master.shape)}, but the "
-                f"parameter has shape {spec.shape}; this state dict belongs to another model"
+                f"the master of parameter {specs[index].name!r} has shape {tuple(master.shape)}, "
+                f"but the parameter has shape {specs[index].shape}; this state dict belongs to "
+                "another model"
             )
-        if index in held:
-            share[index] = slice_state(master, held[index], spec)
-    return share
+    share = held.keys() & full["masters"].keys()
+    return {i: slice_state(full["masters"][i], held[i], specs[i]) for i in sorted(share)}
 
 
 def _check_shapes(value: Any, spec: ParamSpec) -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shardstep.comm import Comm
 from shardstep.local.local_optimizer import LocalOptimizer
-from shardstep.plan import ShardPlan
+from shardstep.plan import Holding, ShardPlan
 from shardstep.precision import MixedPrecision
 
 if TYPE_CHECKING:
@@ -36,6 +36,11 @@ class ShardView:
     def plan(self) -> ShardPlan:
         """The placement in force."""
         return self.pipeline.params.plan
+
+    @property
+    def held(self) -> Holding:
+        """The elements that this rank owns, by parameter."""
+        return self.plan.holdings[self.comm.group_rank]
 
     @property
     def params(self) -> Sequence[torch.Tensor]:

@@ -43,30 +43,31 @@ class Placeholder(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
         started: bool,
+        part: torch.Tensor | None = None,
+        cut: tuple[Interval, ParamSpec] | None = None,
     ) -> Placeholder:
-        """Make a placeholder for a tensor of which this rank holds nothing."""
+        """Make a placeholder with this rank's part, if it has one.
+
+        That is the entire tensor, or the interval `cut` out of a parameter. Before the tensor is
+        started, only the form of `part` is kept.
+        """
         self: Placeholder = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=device
         )
         self.label, self.started, self.home = label, started, str(device)
-        return self
-
-    def hold(self, part: torch.Tensor, cut: tuple[Interval, ParamSpec] | None = None) -> None:
-        """Set this rank's part: the entire tensor, or the interval `cut` out of a parameter.
-
-        Before the tensor is started, only the form of `part` is kept.
-        """
-        self.part = part if self.started else None
-        self.form = (tuple(part.shape), tuple(part.stride()))
-        self.home = str(part.device)
-        self.chunks = [(0, Box.whole(self.shape))]
-        if cut is not None and cut[0] != Interval(0, cut[1].numel):
+        if part is not None:
+            self.part = part if started else None
+            self.form = (tuple(part.shape), tuple(part.stride()))
+            self.home = str(part.device)
+            self.chunks = [(0, Box.whole(shape))]
+        if part is not None and cut is not None and cut[0] != cut[1].whole:
             interval, spec = cut
             self.cut_stride = spec.stride
             self.chunks = [
                 (stretch.start - interval.start, box)
                 for stretch, box in boxes(interval, spec.shape, spec.stride)
             ]
+        return self
 
     def take_part(self) -> torch.Tensor | None:
         """Return this rank's part as it was read, once, or a copy of `part` if nothing was read."""

@@ -30,11 +30,13 @@ from shardstep.local.multi_class import extras
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.groups import rename_params
 from shardstep.params.names import strip_wrapper_prefixes
+from shardstep.plan import Interval
 from shardstep.state.missing_state import warn_of_missing_state
 from shardstep.state.named_dict import numbered
 from shardstep.state.state_dict import run_load_hooks, run_state_dict_hooks
 from shardstep.state.torch_dict import KNOWN_KEYS, install
 from shardstep.state.tree import Leaf, decode
+from shardstep.state.view import ShardView
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -103,8 +105,6 @@ class Sharded:
     def _load_sharded(self, state_dict: dict[str, Any]) -> None:
         refuse_dtensors(named_params(self._optimizer), NO_OFFSETS)
         shards = self._optimizer.shards
-        plan, group_rank = shards.plan, shards.comm.group_rank
-        held = sorted(plan.intervals(group_rank))
         params, described = survey_state(shards)
         names = _names(self._optimizer)
         states: dict[int, Any] = {}
@@ -132,13 +132,12 @@ class Sharded:
         groups = check_same_on_all_ranks(shards.comm, "loading a sharded state dict", read)
         with_state = {index for index, state in states.items() if state is not None}
         shards.begun.update(with_state)
+        held = shards.held
         install(
-            shards.optim,
-            held,
+            shards,
             {index: states[index] for index in held if index in with_state},
             {key: value for key, value in global_state.items() if value is not None},
             groups,
-            plan.specs,
             extra={key: value for key, value in state_dict.items() if key not in KNOWN_KEYS},
             wide=held,  # it was read into state of the same precision policy
         )
@@ -187,10 +186,11 @@ def _make_sharded_dict(optimizer: ZeroRedundancyOptimizer, param_names: bool) ->
     refuse_dtensors(named_params(optimizer), NO_OFFSETS)
     shards = optimizer.shards
     shards.sync_options()
-    names = _names(optimizer)
+    names, held = _names(optimizer), shards.held
     params, global_state = survey_state(shards)
     state: dict[str, Any] = {
-        names[index]: _make_param_state(optimizer, index, params[index]) for index in sorted(params)
+        names[index]: _make_param_state(shards.params[index].device, held.get(index), each)
+        for index, each in sorted(params.items())
     }
     for key, described in global_state.items():
         if str(key) in state:
@@ -210,31 +210,30 @@ def _make_sharded_dict(optimizer: ZeroRedundancyOptimizer, param_names: bool) ->
     if shards.precision.stochastic_rounding:
         made["rounding_step"] = shards.rounding_step
     elif shards.widened:
-        made["masters"] = _make_masters(optimizer, names)
+        made["masters"] = _make_masters(shards, names)
     return made
 
 
-def _make_param_state(optimizer: ZeroRedundancyOptimizer, index: int, described: ParamState) -> Any:
+def _make_param_state(
+    device: torch.device, interval: Interval | None, described: ParamState
+) -> Any:
     """Return a parameter's state: placeholders, and values that are small enough for all ranks."""
-    kept, spec = described.kept, described.kept.spec
-    interval = optimizer.plan.intervals(optimizer.rank).get(index)
+    kept, spec, started = described.kept, described.kept.spec, described.started
     numbers = count()
 
     def make(leaf: Leaf) -> torch.Tensor:
         number = next(numbers)
-        device = torch.device("cpu") if leaf.on_cpu else optimizer.shards.params[index].device
+        home = torch.device("cpu") if leaf.on_cpu else device
         per_element = kept.per_element[number]
-        if described.started and leaf.data is not None and not (per_element and kept.shared):
-            return leaf.empty(device)
+        if started and leaf.data is not None and not (per_element and kept.shared):
+            return leaf.empty(home)
         label = f"state {leaf.path!r} of parameter {spec.name!r}"
         shape = spec.shape if per_element else leaf.shape
-        placeholder = Placeholder(label, shape, leaf.dtype, device, described.started)
-        if described.tensors:
-            cut = (interval, spec) if per_element and interval is not None else None
-            placeholder.hold(described.tensors[number], cut)
-        return placeholder
+        part = described.tensors[number] if described.tensors else None
+        cut = (interval, spec) if per_element and interval is not None else None
+        return Placeholder(label, shape, leaf.dtype, home, started, part, cut)
 
-    return to_portable(decode(kept.node, make, wrap=_unwrap), described.started)
+    return to_portable(decode(kept.node, make, wrap=_unwrap), started)
 
 
 def _make_global_state(described: GlobalState, label: str) -> Any:
@@ -245,9 +244,7 @@ def _make_global_state(described: GlobalState, label: str) -> Any:
         tensor = leaf.empty(torch.device("cpu"))
         if started:
             return tensor
-        placeholder = Placeholder(label, leaf.shape, leaf.dtype, tensor.device, started)
-        placeholder.hold(tensor)
-        return placeholder
+        return Placeholder(label, leaf.shape, leaf.dtype, tensor.device, started, tensor)
 
     return to_portable(decode(node, make, wrap=_unwrap), started)
 
@@ -257,17 +254,17 @@ def _unwrap(kind: str, inner: Mapping[str, Any], *described: Any) -> dict[str, A
     return dict(inner)
 
 
-def _make_masters(optimizer: ZeroRedundancyOptimizer, names: list[str]) -> dict[str, Placeholder]:
-    shards, held = optimizer.shards, optimizer.plan.intervals(optimizer.rank)
-    own = shards.masters()
+def _make_masters(shards: ShardView, names: list[str]) -> dict[str, Placeholder]:
+    own, held = shards.masters(), shards.held
     masters = {}
     for index in sorted(shards.widened):
-        spec, device = optimizer.plan.specs[index], shards.params[index].device
+        spec, device = shards.plan.specs[index], shards.params[index].device
         dtype = shards.precision.step_dtype(spec.dtype)
         label = f"the master of parameter {spec.name!r}"
-        made = masters[names[index]] = Placeholder(label, spec.shape, dtype, device, started=True)
-        if index in own:
-            made.hold(own[index], (held[index], spec))
+        cut = (held[index], spec) if index in own else None
+        masters[names[index]] = Placeholder(
+            label, spec.shape, dtype, device, True, own.get(index), cut
+        )
     return masters
 
 

@@ -33,9 +33,8 @@ GlobalState = tuple[Node, bool]
 def survey_state(shards: ShardView) -> tuple[dict[int, ParamState], dict[Any, GlobalState]]:
     """Return the structure of all state, by parameter number and by key. Called on every rank."""
     comm, plan = shards.comm, shards.plan
-    held = [plan.intervals(rank) for rank in range(plan.world_size)]
     states = {index: state for index, state in shards.local.states().items() if state}
-    kept, tensors = survey(comm, plan.specs, held, states)
+    kept, tensors = survey(comm, plan, states)
     found = {index: ParamState(each, True, tensors.get(index, ())) for index, each in kept.items()}
     lacking = [i for i, spec in enumerate(plan.specs) if spec.trainable and i not in kept]
     expected: dict[Any, Any] = {}
@@ -56,7 +55,7 @@ def survey_state(shards: ShardView) -> tuple[dict[int, ParamState], dict[Any, Gl
                 "state dict with optimizer.load_state_dict()"
             )
         if not failures:
-            kept, tensors = survey(comm, plan.specs, held, rehearsed)
+            kept, tensors = survey(comm, plan, rehearsed)
             for index, each in kept.items():
                 found[index] = ParamState(each, False, tensors.get(index, ()))
     return found, _survey_global_state(comm, shards.local.global_state(), expected)

@@ -49,17 +49,15 @@ def check_class_name(
 def _find(name: str) -> Any:
     module, _, short = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module or "torch.optim"), short)
+        return getattr(importlib.import_module(module or "torch.optim"), short)
     except (ImportError, AttributeError) as error:
-        if not module:
-            raise CheckpointError(
-                f"torch.optim has no class {name!r}; give the full name, such as some.module.Lion"
-            ) from None
-        raise CheckpointError(
-            f"optimizer class {name!r} cannot be imported ({error}); correct it, or leave it out: "
-            "load then compares no class"
-        ) from None
-    return found
+        problem = f"torch.optim has no class {name!r}; give the full name, such as some.module.Lion"
+        if module:
+            problem = (
+                f"optimizer class {name!r} cannot be imported ({error}); correct it, or leave it "
+                "out: load then compares no class"
+            )
+        raise CheckpointError(problem) from None
 
 
 def _listed(keys: set[Any]) -> str:

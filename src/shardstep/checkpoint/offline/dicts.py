@@ -56,7 +56,9 @@ def verify(path: str | os.PathLike[str], *, stages: Stages = no_stages) -> tuple
     with Checkpoint(Path(path)) as checkpoint:
         nbytes = checkpoint.manifest.nbytes
         checkpoint.verify(progress=stages("checking", nbytes))
-        return nbytes, checkpoint.check_chunks()
+        tensors = list(checkpoint.contents.tensors())
+        checkpoint.check_chunks(tensors)
+        return nbytes, len(tensors)
 
 
 def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, Any]:

@@ -131,11 +131,7 @@ def _check_torch(checkpoint: Checkpoint, part: Part, named: bool) -> None:
 
 
 def _only(contents: Contents, part: Part) -> Contents:
-    if part == "model":
-        return Contents(model=contents.model)
-    if part == "optimizer":
-        return Contents(optimizer=contents.optimizer)
-    return contents
+    return contents if part == "all" else Contents(**{part: getattr(contents, part)})
 
 
 def _write_torch(opened: Checkpoint, folder: Path, part: Part, named: bool, stages: Stages) -> None:

@@ -102,7 +102,7 @@ class _Resharding:
             known = {full_name(cls) for cls in ELEMENT_WISE}
             layout = "sliced" if saved.class_name in known else "whole"
         plan = ShardPlan.make(specs, self._files.world_size, layout)
-        pieces = pieces_of(specs, [plan.intervals(rank) for rank in range(plan.world_size)])
+        pieces = pieces_of(plan)
         return replace(
             saved,
             params=tuple(

@@ -22,7 +22,7 @@ from shardstep.checkpoint.format import (
 from shardstep.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest, require_folder
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.staging import check_lengths, find_checkpoints, leftovers
-from shardstep.state.tree import Node, leaves, name_of, with_leaves
+from shardstep.state.tree import Leaf, decode, leaves, name_of
 
 
 def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str, Any]:
@@ -46,12 +46,12 @@ def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str,
             "nbytes": manifest.nbytes,
             "files": {name: digest.nbytes for name, digest in sorted(manifest.files.items())},
             "damage": _damage(checkpoint),
-            "optimizer": contents.optimizer and _optimizer(checkpoint, contents.optimizer),
+            "optimizer": contents.optimizer and _optimizer(contents.optimizer),
             "model": contents.model and _model(contents.model),
             "extra": contents.extra
             and {
                 "nbytes": _tree_nbytes(contents.extra),
-                "value": _shown(checkpoint, contents.extra),
+                "value": _shown(contents.extra),
             },
         }
         if tensors:
@@ -104,7 +104,7 @@ def _damage(checkpoint: Checkpoint) -> str | None:
     """Return what is wrong with the files, as far as their lengths and headers tell."""
     try:
         check_lengths(checkpoint.path, checkpoint.manifest)
-        checkpoint.check_chunks()
+        checkpoint.check_chunks(checkpoint.contents.tensors())
     except CheckpointError as error:
         return str(error)
     return None
@@ -115,7 +115,7 @@ def _time(manifest: Manifest) -> str:
     return when.astimezone().isoformat(timespec="seconds")
 
 
-def _optimizer(checkpoint: Checkpoint, saved: SavedOptimizer) -> dict[str, Any]:
+def _optimizer(saved: SavedOptimizer) -> dict[str, Any]:
     numel = {param.name: math.prod(param.shape) for param in saved.params}
     return {
         "class": saved.class_name,
@@ -136,7 +136,7 @@ def _optimizer(checkpoint: Checkpoint, saved: SavedOptimizer) -> dict[str, Any]:
             {
                 "parameters": len(names),
                 "elements": sum(numel[name] for name in names),
-                "options": _shown(checkpoint, options),
+                "options": _shown(options),
             }
             for names, options in saved.groups
         ],
@@ -175,14 +175,13 @@ def _tree_nbytes(tree: Tree) -> int:
     return sum(leaf.nbytes for leaf in leaves(tree.node))
 
 
-def _shown(checkpoint: Checkpoint, tree: Tree) -> Any:
+def _shown(tree: Tree) -> Any:
     """Return a value with a number or a description in place of each tensor."""
 
-    def describe(number: int, node: Node) -> Node:
-        (leaf,) = leaves(node)
+    def describe(leaf: Leaf) -> Any:
         if leaf.data is not None and math.prod(leaf.shape) == 1:
             value = leaf.empty(torch.device("cpu")).item()
-            return ["value", value if isinstance(value, (bool, int, float)) else str(value)]
-        return ["value", f"tensor, {name_of(leaf.dtype)} {list(leaf.shape)}"]
+            return value if isinstance(value, (bool, int, float)) else str(value)
+        return f"tensor, {name_of(leaf.dtype)} {list(leaf.shape)}"
 
-    return checkpoint.read_value(Tree(with_leaves(tree.node, describe), {}))
+    return decode(tree.node, describe, wrap=lambda kind, inner, *described: inner)
