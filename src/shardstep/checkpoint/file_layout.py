@@ -12,10 +12,20 @@ from typing import Any
 import torch
 
 from shardstep.checkpoint.files import MAX_JSON_NBYTES
-from shardstep.checkpoint.format import CONTENTS, Chunk, Contents, SavedParam, Stored, Tree, to_json
+from shardstep.checkpoint.format import (
+    CONTENTS,
+    Chunk,
+    Contents,
+    SavedModel,
+    SavedParam,
+    Stored,
+    Tree,
+    to_json,
+)
+from shardstep.checkpoint.inputs import ModelState
 from shardstep.checkpoint.safetensors import Source
 from shardstep.plan import Box, ShardPlan, boxes
-from shardstep.state.tree import Leaf, encode, leaves
+from shardstep.state.tree import Node, encode, leaves
 
 WEIGHTS = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"
@@ -71,12 +81,20 @@ class FileLayout:
             # The first rank with a part keeps what belongs to the whole parameter.
             whole = [(pieces[0][0], Box.whole(leaf.shape))]
             chunks = []
-            for rank, box in pieces if param.per_element[number] else whole:
+            for rank, box in pieces if leaf.shape == param.shape else whole:
                 key = f"{index}.{number}:{param.name}:{leaf.path}@{list(box.offsets)}"
                 tensor = source(number, box) if rank in self._own_ranks else None
                 chunks.append(self.add_chunk("optimizer", rank, key, box, tensor))
             stored[number] = Stored(leaf.dtype, leaf.shape, tuple(chunks))
         return replace(param, state=Tree(param.state.node, stored))
+
+    def add_model(self, model: ModelState, of_rank_0: Container[str] = ()) -> SavedModel:
+        """Assign a model's tensors, which every rank has, to ranks."""
+        owners = assign_owners(model.tensors, of_rank_0, self.world_size)
+        tensors = {}
+        for name, rank in owners.items():
+            tensors[name] = self.add_whole("model", rank, name, model.tensors[name])
+        return SavedModel(tensors, model.aliases, self.add_value("model", model.extra))
 
     def add_value(self, name: str, value: Any) -> Tree:
         """Assign a nested value to rank 0."""
@@ -86,16 +104,16 @@ class FileLayout:
             raise TypeError(
                 f"{error}; a checkpoint holds tensors, numbers, text, lists and dicts"
             ) from None
+        return self.add_tree(name, node, tensors.__getitem__)
+
+    def add_tree(self, name: str, node: Node, source: Callable[[int], Source]) -> Tree:
+        """Assign a nested value to rank 0. `source` returns its tensors by number."""
         stored = {}
-        for number, (leaf, tensor) in enumerate(zip(leaves(node), tensors, strict=True)):
+        for number, leaf in enumerate(leaves(node)):
             if leaf.data is None:
-                stored[number] = self.add_whole("extra", 0, value_key(name, number, leaf), tensor)
+                key = f"{name}.{number}:{leaf.path}"
+                stored[number] = self.add_whole("extra", 0, key, source(number))
         return Tree(node, stored)
-
-
-def value_key(name: str, number: int, leaf: Leaf) -> str:
-    """Return the key of a tensor of a value that rank 0 writes."""
-    return f"{name}.{number}:{leaf.path}"
 
 
 def pieces_of(plan: ShardPlan) -> list[list[tuple[int, Box]]]:

@@ -73,7 +73,12 @@ class SavedParam:
     dtype: torch.dtype
     trainable: bool
     state: Tree | None
-    per_element: tuple[bool, ...]  # for each tensor of the state: it has the parameter's shape
+
+    @property
+    def per_element(self) -> list[bool]:
+        """For each tensor of the state, True if it has the parameter's shape."""
+        found = leaves(self.state.node) if self.state is not None else []
+        return [leaf.shape == self.shape for leaf in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +199,10 @@ def _json_form(value: Any) -> Any:
         return name_of(value)
     if isinstance(value, Chunk):
         return [value.file, value.key, value.box.offsets, value.box.sizes]
-    return {_KEYS.get(each.name, each.name): getattr(value, each.name) for each in fields(value)}
+    names = [each.name for each in fields(value)]
+    if isinstance(value, SavedParam):
+        names.append("per_element")
+    return {_KEYS.get(name, name): getattr(value, name) for name in names}
 
 
 def read_contents(path: Path, manifest: Manifest) -> Contents:
@@ -273,20 +281,18 @@ class _Parser:
         self._require(is_sizes(shape), f"parameter {name!r} has an impossible shape")
         dtype, trainable = dtype_named(data["dtype"]), self._bool(data["trainable"])
         state = None if data["state"] is None else self._dict(data["state"])
-        per_element = tuple(self._bool(each) for each in data["per_element"])
-        found = leaves(state.node) if state is not None else []
-        have_shape = tuple(leaf.shape == tuple(shape) for leaf in found)
+        param = SavedParam(name, tuple(shape), dtype, trainable, state)
         self._require(
-            per_element == have_shape,
+            param.per_element == [self._bool(each) for each in data["per_element"]],
             f"the shapes of parameter {name!r} and of its state contradict `per_element`",
         )
         entries = [] if state is None else state.node[1]
         if any(key == MASTER for key, _ in entries):
             key, item = entries[0]
-            first = key == MASTER and item[0] == "tensor" and per_element[0]
-            is_master = first and found[0].dtype.is_floating_point
+            first = key == MASTER and item[0] == "tensor" and param.per_element[0]
+            is_master = first and dtype_named(item[1]).is_floating_point
             self._require(is_master, f"the master of {name!r} is no float tensor of its shape")
-        return SavedParam(name, tuple(shape), dtype, trainable, state, per_element)
+        return param
 
     def _model(self, data: Any) -> SavedModel:
         tensors = {name: self._stored(each) for name, each in data["tensors"].items()}

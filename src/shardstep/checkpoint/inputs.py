@@ -84,7 +84,7 @@ def names_of(
 class ModelState(NamedTuple):
     """A model's state dict, sorted."""
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Any]
     aliases: dict[str, str]
     extra: dict[str, Any]
 

@@ -8,14 +8,13 @@ model's tensors are broadcast.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,20 +22,15 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.checkpoint.files import CheckpointError
-from shardstep.checkpoint.format import (
-    SavedOptimizer,
-    SavedParam,
-    Stored,
-    master_of,
-    split_masters,
-)
+from shardstep.checkpoint.format import SavedOptimizer, SavedParam, Stored, master_of, split_masters
 from shardstep.checkpoint.inputs import check_model, comm_of, unwrapped_optimizer
 from shardstep.checkpoint.match import Match
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.comm import Comm, Operation
 from shardstep.comm.broadcast import broadcast
 from shardstep.comm.consensus import run_on_all_ranks
-from shardstep.local.multi_class import CLASS_KEY, MultiClass
+from shardstep.local.multi_class import CLASS_KEY, MultiClass, parts_of
+from shardstep.params.groups import group_ranges
 from shardstep.params.storage import flat
 from shardstep.plan import Interval, ParamSpec, boxes
 from shardstep.state.missing_state import warn_of_missing_state
@@ -234,7 +228,7 @@ class _Loading:
         )
 
         def read_leaf(number: int, leaf: Leaf) -> torch.Tensor:
-            if not param.per_element[number]:
+            if leaf.shape != param.shape:
                 self.match.require(
                     whole or not leaf.shape or leaf.data is not None,
                     f"state {leaf.path!r} of parameter {param.name!r} belongs to the whole "
@@ -262,31 +256,9 @@ class _Loading:
     def install(self, what: str) -> None:
         """Install everything. Called on every rank, when all have read."""
         match = self.match
-        undo: list[Callable[[], None]] = []
-
-        def install_fallible() -> None:
-            # This runs the user's code, which may raise. So each step is preceded by its undo.
-            try:
-                match.refresh_targets()
-                if match.optimizer is not None:
-                    self._install_state(match.optimizer, undo)
-                for name, (module, old) in match.extra_state.items():
-                    # A module may return the object it keeps, and write to it in place.
-                    undo.append(partial(module.set_extra_state, copy.deepcopy(old)))
-                    module.set_extra_state(self.extra_state[name])
-            except Exception as error:
-                raise CheckpointError(
-                    f"{match.checkpoint.path}: {type(error).__name__} when it is loaded: {error}"
-                ) from error
-
-        try:
-            run_on_all_ranks(match.comm, what, install_fallible)
-        except BaseException:
-            for restore in reversed(undo):
-                # A module that refuses its old state must not stop the others.
-                with contextlib.suppress(Exception):
-                    restore()
-            raise
+        with ExitStack() as undo:
+            run_on_all_ranks(match.comm, what, partial(self._install_fallible, undo))
+            undo.pop_all()
         saved = match.checkpoint.contents.optimizer
         if match.optimizer is not None and saved is not None:
             match.optimizer.shards.local.stepped = saved.stepped
@@ -297,24 +269,34 @@ class _Loading:
             match.optimizer.shards.set_masters(self.masters)
             match.optimizer.shards.rounding_step = saved.rounding_step
 
-    def _install_state(
-        self, optimizer: ZeroRedundancyOptimizer, undo: list[Callable[[], None]]
-    ) -> None:
+    def _install_fallible(self, undo: ExitStack) -> None:
+        """Install what runs the user's code, which may raise. Each step is preceded by its undo."""
+        match = self.match
+        try:
+            match.refresh_targets()
+            if match.optimizer is not None:
+                self._install_state(match.optimizer, undo)
+            for name, (module, old) in match.extra_state.items():
+                # A module may return the object it keeps, and write to it in place.
+                undo.callback(_set_back, module, copy.deepcopy(old))
+                module.set_extra_state(self.extra_state[name])
+        except Exception as error:
+            raise CheckpointError(
+                f"{match.checkpoint.path}: {type(error).__name__} when it is loaded: {error}"
+            ) from error
+
+    def _install_state(self, optimizer: ZeroRedundancyOptimizer, undo: ExitStack) -> None:
         shards, found = optimizer.shards, self.match.found
         local = shards.optim
-        parts = local.parts if isinstance(local, MultiClass) else []
-        undo += [
-            partial(_restore, each, dict(vars(each)), list(each.param_groups))
-            for each in (local, *parts)
-        ]
+        for each in dict.fromkeys((local, *parts_of(local))):
+            undo.callback(_restore, each, dict(vars(each)), list(each.param_groups))
         shards.sync_options()
-        numbers = count()
+        mine = optimizer.param_groups
         groups = []
-        for mine, options in zip(optimizer.param_groups, self.groups, strict=True):
+        for group, params, options in zip(mine, group_ranges(mine), self.groups, strict=True):
             if not isinstance(local, MultiClass):
                 options.pop(CLASS_KEY, None)
-            params = list(islice(numbers, len(mine["params"])))
-            groups.append({**mine, **options, "params": params})
+            groups.append({**group, **options, "params": list(params)})
         # Parameters that are not in the checkpoint keep their state.
         kept = {
             index: state for index, state in shards.local.states().items() if index not in found
@@ -336,6 +318,12 @@ class _Loading:
                 owned = [name for name in match.weights if match.owners[name] == rank]
                 share = [_physical(match.targets[name]) for name in owned]
                 broadcast(match.comm, share, rank, Operation.LOAD)
+
+
+def _set_back(module: torch.nn.Module, old: Any) -> None:
+    """Give a module its extra state back. If it refuses, others still get theirs."""
+    with suppress(Exception):
+        module.set_extra_state(old)
 
 
 def _restore(optimizer: Optimizer, attributes: dict[str, Any], groups: list[Any]) -> None:

@@ -29,6 +29,7 @@ from shardstep.checkpoint.read import Checkpoint
 from shardstep.comm import Comm
 from shardstep.local.multi_class import saved_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
+from shardstep.params.groups import group_ranges
 from shardstep.params.names import names_in, shorten_list, unwrapped, unwrapped_name
 from shardstep.state.limits import STATE_NBYTES, STATE_RATIO, memory_nbytes
 from shardstep.state.tree import leaves
@@ -190,9 +191,7 @@ class Match:
         """Return the saved options for each group here; None to keep the present ones."""
         group_of = {name: n for n, (names, _) in enumerate(saved.groups) for name in names}
         chosen: list[Tree | None] = []
-        start = 0
-        for number, group in enumerate(optimizer.param_groups):
-            indices = range(start, start + len(group["params"]))
+        for number, indices in enumerate(group_ranges(optimizer.param_groups)):
             there = {group_of[self.found[index].name] for index in indices if index in self.found}
             if not there and number < len(saved.groups) and not saved.groups[number][0]:
                 there = {number}
@@ -203,7 +202,6 @@ class Match:
                 "strict=False to keep this one's options",
             )
             chosen.append(saved.groups[there.pop()][1] if len(there) == 1 else None)
-            start = indices.stop
         return chosen
 
     def _match_model(self, model: torch.nn.Module, saved: SavedModel) -> None:

@@ -10,22 +10,15 @@ import hashlib
 import operator
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardstep.checkpoint.file_layout import (
-    FileLayout,
-    assign_owners,
-    json_files,
-    made_by,
-    pieces_of,
-)
+from shardstep.checkpoint.file_layout import FileLayout, json_files, made_by, pieces_of
 from shardstep.checkpoint.files import Digest, Progress, Stages, no_progress, write_text
 from shardstep.checkpoint.format import (
     Contents,
@@ -49,10 +42,11 @@ from shardstep.comm import Comm, SoloComm
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import extras, saved_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
+from shardstep.params.groups import group_ranges
 from shardstep.params.names import unwrapped, unwrapped_name
-from shardstep.plan import Box, ParamSpec
-from shardstep.state.exchange import Kept, survey
-from shardstep.state.tree import Node, encode, with_leaves
+from shardstep.plan import Box
+from shardstep.state.exchange import survey
+from shardstep.state.tree import encode
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -136,12 +130,13 @@ class _OptimizerWriter:
     def __call__(self) -> SavedOptimizer:
         shards = self._shards
         pieces = pieces_of(shards.plan)
-        params = [
-            self._files.add_state(
-                index, self._describe(index, spec), pieces[index], partial(self._part, index)
-            )
-            for index, spec in enumerate(shards.plan.specs)
-        ]
+        params = []
+        for index, spec in enumerate(shards.plan.specs):
+            kept = self._kept.get(index)
+            state = None if kept is None else Tree(master_in_file(kept.node), {})
+            param = SavedParam(self._names[index], spec.shape, spec.dtype, spec.trainable, state)
+            part = partial(self._part, index)
+            params.append(self._files.add_state(index, param, pieces[index], part))
         shards.sync_options()
         global_state = shards.local.global_state()
         if not all(isinstance(key, str) for key in global_state):
@@ -160,18 +155,6 @@ class _OptimizerWriter:
             shards.rounding_step,
         )
 
-    def _describe(self, index: int, spec: ParamSpec) -> SavedParam:
-        """Describe a parameter and its state as if one rank held all of it."""
-        state, per_element = None, tuple[bool, ...]()
-        if index in self._kept:
-            kept = self._kept[index]
-            per_element = tuple(kept.per_element)
-            node = with_leaves(kept.node, partial(_whole_leaf, kept))
-            state = Tree(master_in_file(node), {})
-        return SavedParam(
-            self._names[index], spec.shape, spec.dtype, spec.trainable, state, per_element
-        )
-
     def _part(self, index: int, number: int, box: Box) -> torch.Tensor:
         """Return a box of a tensor of a parameter's state, which this rank holds."""
         kept, tensor = self._kept[index], self._tensors[index][number]
@@ -182,22 +165,13 @@ class _OptimizerWriter:
         return tensor.as_strided(box.sizes, stride, tensor.storage_offset() + start)
 
 
-def _whole_leaf(kept: Kept, number: int, node: Node) -> Node:
-    """Describe a tensor that ranks share as if one rank held all of it, in a file."""
-    if not (kept.shared and kept.per_element[number]):
-        return node
-    kind, dtype, _, _, on_cpu, _ = node
-    return [kind, dtype, list(kept.spec.shape), list(kept.spec.stride), on_cpu, None]
-
-
 def add_groups(
-    files: FileLayout, groups: Iterable[Mapping[str, Any]], names: Iterable[str]
+    files: FileLayout, groups: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> tuple[tuple[tuple[str, ...], Tree], ...]:
     """Return the groups with the names of their parameters, and assign their options to rank 0."""
-    unused = iter(names)
     return tuple(
-        (tuple(islice(unused, len(group["params"]))), _add_options(files, number, group))
-        for number, group in enumerate(groups)
+        (tuple(names[own.start : own.stop]), _add_options(files, number, groups[number]))
+        for number, own in enumerate(group_ranges(groups))
     )
 
 
@@ -222,13 +196,9 @@ def _add_options(files: FileLayout, number: int, group: Mapping[str, Any]) -> Tr
 
 def _add_model(files: FileLayout, model: torch.nn.Module) -> SavedModel:
     """Assign the model's tensors, which every rank has, to ranks."""
-    state = split_state_dict(model.state_dict())
     # All names of each buffer: the state dict may lack the first.
     buffers = {unwrapped_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
-    tensors = {}
-    for name, rank in assign_owners(state.tensors, buffers, files.world_size).items():
-        tensors[name] = files.add_whole("model", rank, name, state.tensors[name])
-    return SavedModel(tensors, state.aliases, files.add_value("model", state.extra))
+    return files.add_model(split_state_dict(model.state_dict()), of_rank_0=buffers)
 
 
 def write_checkpoint(comm: Comm, job: SaveJob, progress: Progress = no_progress) -> Path:

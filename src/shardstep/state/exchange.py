@@ -26,7 +26,7 @@ NOTHING: Node = ["dict", []]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The state of one parameter over all ranks, with the structure that its first holder has.
+    """The state of one parameter over all ranks, described as if its first holder had all of it.
 
     `per_element` tells which tensors have a value for each element of the parameter. `shared` is
     True if several ranks hold parts of the parameter.
@@ -156,7 +156,14 @@ def _combine(
                 "parameter, but ranks that own parts of it hold different values of it; this "
                 'optimizer is not element-wise: construct it with layout="whole"'
             )
-    return Kept(spec, nodes[holders[0]][param], found[0], per_element, len(holders) > 1)
+    node, shared = nodes[holders[0]][param], len(holders) > 1
+    if not shared:
+        return Kept(spec, node, found[0], per_element, shared)
+    form = [list(spec.shape), list(spec.stride)]
+    node = with_leaves(
+        node, lambda n, leaf: [*leaf[:2], *form, leaf[4], None] if per_element[n] else leaf
+    )
+    return Kept(spec, node, leaves(node), per_element, shared)
 
 
 def _make(kept: Kept, wanted: Interval, device: torch.device, made: list[torch.Tensor]) -> Any:

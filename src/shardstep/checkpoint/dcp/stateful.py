@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from itertools import count, islice
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +34,7 @@ from shardstep.plan import Interval
 from shardstep.state.missing_state import warn_of_missing_state
 from shardstep.state.named_dict import numbered
 from shardstep.state.state_dict import run_load_hooks, run_state_dict_hooks
-from shardstep.state.torch_dict import KNOWN_KEYS, install
+from shardstep.state.torch_dict import KNOWN_KEYS, install, pack_groups
 from shardstep.state.tree import Leaf, decode
 from shardstep.state.view import ShardView
 
@@ -107,11 +107,9 @@ class Sharded:
         shards = self._optimizer.shards
         params, described = survey_state(shards)
         names = _names(self._optimizer)
-        states: dict[int, Any] = {}
-        global_state: dict[Any, Any] = {}
-        masters: dict[int, torch.Tensor] = {}
 
-        def read() -> tuple[list[dict[str, Any]], list[str]]:
+        def read() -> tuple[Any, list[str]]:
+            states, global_state, masters = {}, {}, {}
             saved = state_dict["state"]
             named = {"state": {}, "param_groups": state_dict["param_groups"]}
             groups = numbered(named, self._optimizer.param_groups, names)["param_groups"]
@@ -126,16 +124,18 @@ class Sharded:
                 master = state_dict.get("masters", {}).get(names[index])
                 if isinstance(master, Placeholder) and (part := master.take_part()) is not None:
                     masters[index] = part
-            return groups, []
+            return (groups, states, global_state, masters), []
 
         # Nothing changes before all ranks have read their share.
-        groups = check_same_on_all_ranks(shards.comm, "loading a sharded state dict", read)
+        groups, states, global_state, masters = check_same_on_all_ranks(
+            shards.comm, "loading a sharded state dict", read
+        )
         with_state = {index for index, state in states.items() if state is not None}
         shards.begun.update(with_state)
         held = shards.held
         install(
             shards,
-            {index: states[index] for index in held if index in with_state},
+            {index: states[index] for index in sorted(with_state & held.keys())},
             {key: value for key, value in global_state.items() if value is not None},
             groups,
             extra={key: value for key, value in state_dict.items() if key not in KNOWN_KEYS},
@@ -196,16 +196,12 @@ def _make_sharded_dict(optimizer: ZeroRedundancyOptimizer, param_names: bool) ->
         if str(key) in state:
             raise RuntimeError(f"state {key!r}, of no parameter, has the name of a parameter")
         state[str(key)] = _make_global_state(described, f"state {key!r}, of no parameter")
-    remaining = iter(names)
-    groups = []
-    for group in optimizer.param_groups:
-        options = {
-            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-        own = list(islice(remaining, len(group["params"])))
-        groups.append({**options, "params": own, **({"param_names": own} if param_names else {})})
+    groups = pack_groups(optimizer.param_groups)
+    for group in groups:
+        group.pop("param_names", None)
+        group["params"] = [names[index] for index in group["params"]]
+        if param_names:
+            group["param_names"] = group["params"]
     made = _ShardedDict(state=state, param_groups=groups, **copy.deepcopy(extras(shards.optim)))
     if shards.precision.stochastic_rounding:
         made["rounding_step"] = shards.rounding_step
@@ -224,14 +220,12 @@ def _make_param_state(
     def make(leaf: Leaf) -> torch.Tensor:
         number = next(numbers)
         home = torch.device("cpu") if leaf.on_cpu else device
-        per_element = kept.per_element[number]
-        if started and leaf.data is not None and not (per_element and kept.shared):
+        if started and leaf.data is not None:
             return leaf.empty(home)
         label = f"state {leaf.path!r} of parameter {spec.name!r}"
-        shape = spec.shape if per_element else leaf.shape
         part = described.tensors[number] if described.tensors else None
-        cut = (interval, spec) if per_element and interval is not None else None
-        return Placeholder(label, shape, leaf.dtype, home, started, part, cut)
+        cut = (interval, spec) if kept.per_element[number] and interval is not None else None
+        return Placeholder(label, leaf.shape, leaf.dtype, home, started, part, cut)
 
     return to_portable(decode(kept.node, make, wrap=_unwrap), started)
 

@@ -28,7 +28,7 @@ from shardstep.checkpoint.format import (
     attach_masters,
     master_in_file,
 )
-from shardstep.checkpoint.inputs import split_state_dict
+from shardstep.checkpoint.inputs import ModelState, split_state_dict
 from shardstep.checkpoint.offline.class_name import check_class_name
 from shardstep.checkpoint.offline.summary import is_checkpoint
 from shardstep.checkpoint.safetensors import File, Source, Streamed
@@ -36,7 +36,7 @@ from shardstep.checkpoint.write import add_groups, write_alone
 from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Box
 from shardstep.state.torch_dict import KNOWN_KEYS
-from shardstep.state.tree import encode, leaves
+from shardstep.state.tree import encode
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
@@ -82,8 +82,8 @@ def import_state_dict(
         if model is not None:
             if not model or not all(isinstance(name, str) for name in model):
                 raise CheckpointError("this is not a model's state dict: its keys are not names")
-            tensors, aliases, rest = split_state_dict(_strip_names(model, "the model's state dict"))
-            saved_model = _save_model(files, tensors, aliases, rest)
+            state = split_state_dict(_strip_names(model, "the model's state dict"))
+            saved_model = files.add_model(state)
         if optimizer is not None:
             saved_optimizer = _save_optimizer(files, optimizer, saved_model, names, optimizer_class)
         saved_extra = None if extra is None else files.add_value("extra", extra)
@@ -235,7 +235,7 @@ def _import_safetensors(source: Path, path: Path, stages: Stages) -> Path:
         for name, listed in index.items():
             if file_of.get(name) != listed:
                 raise CheckpointError(f"{source / listed}: there should be a tensor {name!r}")
-        model = _save_model(files, _strip_names(tensors, str(source)), {}, {})
+        model = files.add_model(ModelState(_strip_names(tensors, str(source)), {}, {}))
         contents = Contents(model=model, made_by=_imported())
         return write_alone(path, files, contents, stages)
 
@@ -269,16 +269,6 @@ def _strip_names(tensors: Mapping[str, Any], what: str) -> dict[str, Any]:
     return dict(zip(names, tensors.values(), strict=True))
 
 
-def _save_model(
-    files: FileLayout,
-    tensors: Mapping[str, Source],
-    aliases: dict[str, str],
-    rest: Mapping[str, Any],
-) -> SavedModel:
-    saved = {name: files.add_whole("model", 0, name, each) for name, each in tensors.items()}
-    return SavedModel(saved, aliases, files.add_value("model", rest))
-
-
 def _save_optimizer(
     files: FileLayout,
     state_dict: Mapping[str, Any],
@@ -287,10 +277,9 @@ def _save_optimizer(
     optimizer_class: str | None,
 ) -> SavedOptimizer:
     state, groups, masters, rounded = _check_state_dict(state_dict)
-    states = [state.get(key) for group in groups for key in group["params"]]
-    class_name = check_class_name(optimizer_class, states, groups)
-    state = attach_masters(state, masters)
     keys = [key for group in groups for key in group["params"]]
+    class_name = check_class_name(optimizer_class, [state.get(key) for key in keys], groups)
+    state = attach_masters(state, masters)
     called = _param_names(groups, keys, names)
     positional = called is None
     called = called or [f"param {index}" for index in range(len(keys))]
@@ -392,7 +381,7 @@ def _save_param(
 ) -> SavedParam:
     shape, dtype = _shape_and_dtype(name, state, model)
     if state is None or (isinstance(state, Mapping) and not state):
-        return SavedParam(name, shape, dtype, True, None, ())
+        return SavedParam(name, shape, dtype, True, None)
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"the state of parameter {name!r} is a {type(state).__name__}, and not a dict"
@@ -401,7 +390,6 @@ def _save_param(
         node, tensors = encode(state)
     except TypeError as error:
         raise CheckpointError(f"parameter {name!r}: {error}") from error
-    per_element = tuple(leaf.shape == shape for leaf in leaves(node))
-    param = SavedParam(name, shape, dtype, True, Tree(master_in_file(node), {}), per_element)
+    param = SavedParam(name, shape, dtype, True, Tree(master_in_file(node), {}))
     pieces = [(0, Box.whole(shape))]
     return files.add_state(index, param, pieces, lambda number, box: tensors[number])

@@ -11,13 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from shardstep.checkpoint.file_layout import (
-    FileLayout,
-    assign_owners,
-    made_by,
-    pieces_of,
-    value_key,
-)
+from shardstep.checkpoint.file_layout import FileLayout, made_by, pieces_of
 from shardstep.checkpoint.files import Stages, no_stages
 from shardstep.checkpoint.format import (
     Contents,
@@ -27,6 +21,7 @@ from shardstep.checkpoint.format import (
     Stored,
     Tree,
 )
+from shardstep.checkpoint.inputs import ModelState
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.safetensors import Streamed
 from shardstep.checkpoint.write import write_alone
@@ -117,26 +112,18 @@ class _Resharding:
             extra_entries=self._value("beside", saved.extra_entries),
         )
 
+    def _model(self, saved: SavedModel) -> SavedModel:
+        # A load deals tensors to ranks in the same way, so each rank reads one file.
+        tensors = {name: self._read(stored) for name, stored in saved.tensors.items()}
+        model = self._files.add_model(ModelState(tensors, saved.aliases, {}))
+        return replace(model, extra_state=self._value("model", saved.extra_state))
+
+    def _value(self, name: str, tree: Tree) -> Tree:
+        return self._files.add_tree(name, tree.node, lambda number: self._read(tree.stored[number]))
+
     def _part(self, param: SavedParam, number: int, box: Box) -> Streamed:
         assert param.state is not None
         return self._read(param.state.stored[number], box)
-
-    def _model(self, saved: SavedModel) -> SavedModel:
-        # A load deals tensors to ranks in the same way, so each rank reads one file.
-        owners = assign_owners(saved.tensors, set(), self._files.world_size)
-        tensors = {
-            name: self._files.add_whole("model", rank, name, self._read(saved.tensors[name]))
-            for name, rank in owners.items()
-        }
-        return SavedModel(tensors, saved.aliases, self._value("model", saved.extra_state))
-
-    def _value(self, name: str, tree: Tree) -> Tree:
-        found = leaves(tree.node)
-        stored = {}
-        for number, old in tree.stored.items():
-            key = value_key(name, number, found[number])
-            stored[number] = self._files.add_whole("extra", 0, key, self._read(old))
-        return Tree(tree.node, stored)
 
     def _read(self, stored: Stored, box: Box | None = None) -> Streamed:
         box = box or Box.whole(stored.shape)
@@ -153,8 +140,8 @@ def _spec(param: SavedParam) -> ParamSpec:
     If the parameter has another format, ranks read their elements from several files.
     """
     found = leaves(param.state.node) if param.state is not None else []
-    per_element = [leaf for leaf, each in zip(found, param.per_element, strict=True) if each]
-    stride = per_element[0].stride if per_element else contiguous(param.shape)
+    strides = [leaf.stride for leaf in found if leaf.shape == param.shape]
+    stride = strides[0] if strides else contiguous(param.shape)
     return ParamSpec(
         param.name, param.shape, stride, param.dtype, "cpu#0", group=0, trainable=param.trainable
     )
