@@ -6,7 +6,6 @@ import heapq
 import json
 import platform
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,17 +65,14 @@ class FileLayout:
         param: SavedParam,
         pieces: Sequence[tuple[int, Box]],
         source: Callable[[int, Box], Source],
-    ) -> SavedParam:
+    ) -> None:
         """Assign the tensors of a parameter's state that are not in the text to files.
 
         `pieces` are the boxes of the parameter, each with its rank. `source` returns a box of a
         tensor by its number, on the rank that writes it.
         """
-        if param.state is None:
-            return param
-        stored = {}
-        for number, leaf in enumerate(leaves(param.state.node)):
-            if leaf.data is not None:
+        for number, leaf in enumerate(param.state.leaves if param.state is not None else ()):
+            if param.state is None or leaf.data is not None:
                 continue
             # The first rank with a part keeps what belongs to the whole parameter.
             whole = [(pieces[0][0], Box.whole(leaf.shape))]
@@ -85,8 +81,7 @@ class FileLayout:
                 key = f"{index}.{number}:{param.name}:{leaf.path}@{list(box.offsets)}"
                 tensor = source(number, box) if rank in self._own_ranks else None
                 chunks.append(self.add_chunk("optimizer", rank, key, box, tensor))
-            stored[number] = Stored(leaf.dtype, leaf.shape, tuple(chunks))
-        return replace(param, state=Tree(param.state.node, stored))
+            param.state.stored[number] = Stored(leaf.dtype, leaf.shape, tuple(chunks))
 
     def add_model(self, model: ModelState, of_rank_0: Container[str] = ()) -> SavedModel:
         """Assign a model's tensors, which every rank has, to ranks."""
@@ -122,6 +117,9 @@ def pieces_of(plan: ShardPlan) -> list[list[tuple[int, Box]]]:
     for rank, held in enumerate(plan.holdings):
         for param, interval in held.items():
             spec = plan.specs[param]
+            if interval == spec.whole:
+                pieces[param] = [(rank, Box.whole(spec.shape))]
+                continue
             pieces[param] += [(rank, box) for _, box in boxes(interval, spec.shape, spec.stride)]
     return pieces
 

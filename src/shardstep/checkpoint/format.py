@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from shardstep.checkpoint.manifest import Manifest
 from shardstep.checkpoint.safetensors import MAX_HEADER_NBYTES
 from shardstep.plan import Box, overlap
 from shardstep.state.limits import is_counts, is_sizes
-from shardstep.state.tree import Node, dtype_named, leaves, name_of
+from shardstep.state.tree import Leaf, Node, dtype_named, leaves, name_of
 
 K = TypeVar("K")
 
@@ -56,12 +57,17 @@ class Stored:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Tree:
     """A nested value: its structure, and its tensors that are in files, by leaf number."""
 
     node: Node
     stored: dict[int, Stored]
+
+    @cached_property
+    def leaves(self) -> list[Leaf]:
+        """The tensors of the value, in order."""
+        return leaves(self.node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class SavedParam:
     @property
     def per_element(self) -> list[bool]:
         """For each tensor of the state, True if it has the parameter's shape."""
-        found = leaves(self.state.node) if self.state is not None else []
+        found = self.state.leaves if self.state is not None else []
         return [leaf.shape == self.shape for leaf in found]
 
 
@@ -131,9 +137,8 @@ class Contents:
     def tensors(self) -> Iterator[tuple[str, Stored]]:
         """Yield every tensor in files, with a description for messages."""
         for kind, owner, tree in self.trees():
-            paths = [leaf.path for leaf in leaves(tree.node)]
             for number, stored in tree.stored.items():
-                yield f"{kind} {paths[number]!r}{owner}", stored
+                yield f"{kind} {tree.leaves[number].path!r}{owner}", stored
         for name, stored in self.model.tensors.items() if self.model is not None else ():
             yield f"model tensor {name!r}", stored
 
@@ -312,15 +317,15 @@ class _Parser:
         return tree
 
     def _tree(self, data: Any) -> Tree:
-        node = data["node"]
-        found = leaves(node)
         stored = {int(number): self._stored(each) for number, each in data["stored"].items()}
+        tree = Tree(data["node"], stored)
+        found = tree.leaves
         in_files = {number for number, leaf in enumerate(found) if leaf.data is None}
         self._require(stored.keys() == in_files, "a tensor is in no file, or belongs to no value")
         for number, held in stored.items():
             same = (held.dtype, held.shape) == (found[number].dtype, found[number].shape)
             self._require(same, f"tensor {found[number].path!r} has two different descriptions")
-        return Tree(node, stored)
+        return tree
 
     def _stored(self, data: Any) -> Stored:
         dtype, shape = dtype_named(data["dtype"]), data["shape"]

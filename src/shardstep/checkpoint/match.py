@@ -32,7 +32,6 @@ from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.groups import group_ranges
 from shardstep.params.names import names_in, shorten_list, unwrapped, unwrapped_name
 from shardstep.state.limits import STATE_NBYTES, STATE_RATIO, memory_nbytes
-from shardstep.state.tree import leaves
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -149,7 +148,7 @@ class Match:
             empty = all(item == ["value", None] for item in own_entries(node))
             if specs[index].trainable and empty:
                 self.without_state.append(index)
-            for leaf in leaves(node):
+            for leaf in () if param.state is None else param.state.leaves:
                 self.require(
                     leaf.shape == param.shape or leaf.nbytes <= most,
                     f"state {leaf.path!r} of parameter {param.name!r} takes {leaf.nbytes:,} bytes, "
@@ -291,7 +290,7 @@ class Match:
                 state = self.found[index].state
                 if state is not None and params[index].device.type == "cpu":
                     share = held[index].numel / max(1, plan.specs[index].numel)
-                    nbytes += int(share * sum(leaf.nbytes for leaf in leaves(state.node)))
+                    nbytes += int(share * sum(leaf.nbytes for leaf in state.leaves))
             trees += [contents.optimizer.global_state, *self.options]
         nbytes += sum(stored.nbytes for tree in trees if tree for stored in tree.stored.values())
         self.require(

@@ -134,9 +134,11 @@ class _OptimizerWriter:
         for index, spec in enumerate(shards.plan.specs):
             kept = self._kept.get(index)
             state = None if kept is None else Tree(master_in_file(kept.node), {})
+            if kept is not None and state is not None and state.node is kept.node:
+                state.leaves = kept.leaves  # to save the time of decoding them again
             param = SavedParam(self._names[index], spec.shape, spec.dtype, spec.trainable, state)
-            part = partial(self._part, index)
-            params.append(self._files.add_state(index, param, pieces[index], part))
+            self._files.add_state(index, param, pieces[index], partial(self._part, index))
+            params.append(param)
         shards.sync_options()
         global_state = shards.local.global_state()
         if not all(isinstance(key, str) for key in global_state):

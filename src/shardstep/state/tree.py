@@ -121,7 +121,7 @@ def _encode_tensor(value: torch.Tensor, path: str) -> tuple[Node, list[torch.Ten
             f"{value.device}), which cannot be sent or saved"
         )
     tensor = tensor.resolve_conj().resolve_neg()
-    if not is_dense(tensor):
+    if not tensor.is_contiguous() and not is_dense(tensor):
         tensor = tensor.contiguous()
     data = None
     if tensor.nbytes <= INLINE_NBYTES:

@@ -392,4 +392,5 @@ def _save_param(
         raise CheckpointError(f"parameter {name!r}: {error}") from error
     param = SavedParam(name, shape, dtype, True, Tree(master_in_file(node), {}))
     pieces = [(0, Box.whole(shape))]
-    return files.add_state(index, param, pieces, lambda number, box: tensors[number])
+    files.add_state(index, param, pieces, lambda number, box: tensors[number])
+    return param

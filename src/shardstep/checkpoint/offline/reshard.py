@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from shardstep.checkpoint.file_layout import FileLayout, made_by, pieces_of
@@ -28,7 +27,6 @@ from shardstep.checkpoint.write import write_alone
 from shardstep.layouts.known_classes import ELEMENT_WISE
 from shardstep.local.multi_class import full_name
 from shardstep.plan import Box, Layout, ParamSpec, ShardPlan, contiguous
-from shardstep.state.tree import leaves
 
 
 def reshard(
@@ -101,8 +99,7 @@ class _Resharding:
         return replace(
             saved,
             params=tuple(
-                self._files.add_state(index, param, pieces[index], partial(self._part, param))
-                for index, param in enumerate(saved.params)
+                self._param(index, param, pieces[index]) for index, param in enumerate(saved.params)
             ),
             groups=tuple(
                 (names, self._value(f"group {number}", options))
@@ -121,9 +118,12 @@ class _Resharding:
     def _value(self, name: str, tree: Tree) -> Tree:
         return self._files.add_tree(name, tree.node, lambda number: self._read(tree.stored[number]))
 
-    def _part(self, param: SavedParam, number: int, box: Box) -> Streamed:
-        assert param.state is not None
-        return self._read(param.state.stored[number], box)
+    def _param(self, index: int, param: SavedParam, pieces: list[tuple[int, Box]]) -> SavedParam:
+        if param.state is None:
+            return param
+        old, made = param.state.stored, replace(param, state=Tree(param.state.node, {}))
+        self._files.add_state(index, made, pieces, lambda n, box: self._read(old[n], box))
+        return made
 
     def _read(self, stored: Stored, box: Box | None = None) -> Streamed:
         box = box or Box.whole(stored.shape)
@@ -139,7 +139,7 @@ def _spec(param: SavedParam) -> ParamSpec:
 
     If the parameter has another format, ranks read their elements from several files.
     """
-    found = leaves(param.state.node) if param.state is not None else []
+    found = param.state.leaves if param.state is not None else []
     strides = [leaf.stride for leaf in found if leaf.shape == param.shape]
     stride = strides[0] if strides else contiguous(param.shape)
     return ParamSpec(

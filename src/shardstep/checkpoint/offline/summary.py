@@ -22,7 +22,7 @@ from shardstep.checkpoint.format import (
 from shardstep.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest, require_folder
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.staging import check_lengths, find_checkpoints, leftovers
-from shardstep.state.tree import Leaf, decode, leaves, name_of
+from shardstep.state.tree import Leaf, decode, name_of
 
 
 def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def _tensor(name: str, stored: Stored) -> dict[str, Any]:
 
 
 def _tree_nbytes(tree: Tree) -> int:
-    return sum(leaf.nbytes for leaf in leaves(tree.node))
+    return sum(leaf.nbytes for leaf in tree.leaves)
 
 
 def _shown(tree: Tree) -> Any:
