@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from on_ranks import on_ranks
 from problems import (
     LAYOUTS,
     Case,
@@ -275,7 +276,8 @@ class Dicing(OneByOne):
         state["noise"] = torch.rand_like(p)
 
 
-def _rehearsal() -> None:
+@on_ranks(2)
+def test_finding_out_the_form_of_the_state_touches_nothing() -> None:
     net, opt = zero(Case(Dicing))
     torch.manual_seed(3)
     before, random = copies(net.parameters()), torch.get_rng_state()
@@ -284,10 +286,6 @@ def _rehearsal() -> None:
     assert torch.equal(random, torch.get_rng_state())
     assert not opt.optim.state
     assert all(param.grad is None for param in net.parameters())
-
-
-def test_finding_out_the_form_of_the_state_touches_nothing() -> None:
-    run_ranks(_rehearsal, 2)
 
 
 class Reluctant(OneByOne):

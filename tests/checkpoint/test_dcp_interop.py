@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from on_ranks import on_ranks
 from problems import LAYOUTS, copies, difference, differing
 from ranks import raises_on_every_rank, run_ranks
 from test_dcp import (
@@ -313,7 +314,8 @@ def test_an_asynchronous_save_has_the_state_of_its_call(tmp_path: Path, blocking
 # ------------------------------------------------------------------------------- what is refused
 
 
-def _refusals() -> None:
+@on_ranks(2)
+def test_a_placeholder_is_not_pickled_or_computed_with() -> None:
     net, opt = zero(ADAMW)
     advance(opt, net, range(2))
     state = Sharded(opt).state_dict()
@@ -333,10 +335,6 @@ def _refusals() -> None:
     for act in acts:
         with pytest.raises(RuntimeError, match=r"'exp_avg' of parameter.*consolidate_state_dict"):
             act()
-
-
-def test_a_placeholder_is_not_pickled_or_computed_with() -> None:
-    run_ranks(_refusals, 2)
 
 
 def _asked_without_wrapper(way: str, folder: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from problems import LAYOUTS, copies, difference, differing, set_gradients
 from ranks import raises_on_every_rank, run_ranks
 from torch import nn, optim
@@ -103,7 +104,14 @@ def test_the_full_dict_of_fsdp2_loads(mode: str, layout: str) -> None:
     assert run_ranks(_from_fsdp2, 2, mode, layout) == [[None], [None]]
 
 
-def _from_ddp(mode: str, compiled: bool) -> list[Any]:
+def _replace(key: str, rename: dict[str, str]) -> str:
+    return next(key.replace(old, new) for old, new in rename.items() if f".{old}." in key)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_names_from_inside_of_wrappers_are_known(mode: str, compiled: bool) -> list[Any]:
     net = Net()
     ddp = DistributedDataParallel(net)
     opt = optim.AdamW(groups_of(net))
@@ -124,23 +132,15 @@ def _from_ddp(mode: str, compiled: bool) -> list[Any]:
     return goes_on(ours, sharded, net.state_dict())
 
 
-def _replace(key: str, rename: dict[str, str]) -> str:
-    return next(key.replace(old, new) for old, new in rename.items() if f".{old}." in key)
-
-
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", MODES)
-def test_names_from_inside_of_wrappers_are_known(mode: str, compiled: bool) -> None:
-    assert run_ranks(_from_ddp, 2, mode, compiled) == [[], []]
-
-
 def test_a_submodule_called_module_keeps_its_name_unless_all_have_it() -> None:
     assert strip_wrapper_prefixes(["module.a", "module.module.b"]) == ["a", "module.b"]
     assert strip_wrapper_prefixes(["module.a", "b"]) == ["module.a", "b"]
     assert strip_wrapper_prefixes(["_orig_mod.module.a", "module._orig_mod.b"]) == ["a", "b"]
 
 
-def _reversed_names(numbers: bool) -> list[int]:
+@pytest.mark.parametrize("numbers", [False, True])
+@on_ranks(2)
+def test_names_count_and_not_places(numbers: bool) -> list[int]:
     """Names say what is whose, also where parameters and groups come in another order."""
     net, opt = trained()
     names = [name for g in groups_of(net, names=True) for name, _ in g["params"]]
@@ -159,12 +159,8 @@ def _reversed_names(numbers: bool) -> list[int]:
     return goes_on(ours, sharded, net.state_dict())
 
 
-@pytest.mark.parametrize("numbers", [False, True])
-def test_names_count_and_not_places(numbers: bool) -> None:
-    assert run_ranks(_reversed_names, 2, numbers) == [[], []]
-
-
-def _refused() -> list[int]:
+@on_ranks(2)
+def test_other_names_are_refused_and_change_nothing() -> list[int]:
     """What does not fit is refused by name and changes nothing."""
     net, opt = trained()
     good = get_optimizer_state_dict(net, opt)
@@ -189,10 +185,6 @@ def _refused() -> list[int]:
         with pytest.raises(ValueError, match=match):
             sharded.load_state_dict(state)
     return differing([*trained(6)[0].parameters()], train(ours, sharded, range(2, 6)))
-
-
-def test_other_names_are_refused_and_change_nothing() -> None:
-    assert run_ranks(_refused, 2) == [[], []]
 
 
 def test_names_are_refused_where_there_are_none() -> None:

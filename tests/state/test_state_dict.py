@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from problems import (
     ELEMENT_WISE,
     LAYOUTS,
@@ -126,7 +127,9 @@ def test_the_consolidated_dict_is_the_unsharded_one_and_only_its_receiver_has_it
     run_ranks(_consolidates_to_the_unsharded_dict, world_size)
 
 
-def _names(layout: str) -> str | None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_names_of_parameters_are_kept(layout: str) -> str | None:
     dicts = []
     for make in (optim.AdamW, partial(ZeroRedundancyOptimizer, optimizer_class=optim.AdamW)):
         named = [(f"layer.{i}", param) for i, param in enumerate(make_params(SHAPES))]
@@ -136,11 +139,6 @@ def _names(layout: str) -> str | None:
         dicts.append(opt.state_dict() if make is optim.AdamW else consolidated(opt, to=1))
     optim.AdamW(groups).load_state_dict(dicts[1])
     return difference(by_number(dicts[0]), dicts[1])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_names_of_parameters_are_kept(layout: str) -> None:
-    assert run_ranks(_names, 2, layout) == [None, None]
 
 
 def _save(folder: str) -> None:
@@ -201,7 +199,9 @@ def _storages(value: Any) -> set[int]:
     }
 
 
-def _keeps_off_the_callers_dict(layout: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_the_callers_dict_is_the_callers(layout: str) -> None:
     for case in (Case(optim.Adam, {"lr": torch.tensor(0.003)}), Case(optim.SGD, {"momentum": 0.9})):
         given = half_a_run(case)[0]
         before = copy.deepcopy(given)
@@ -222,11 +222,6 @@ def _keeps_off_the_callers_dict(layout: str) -> None:
             assert difference(before, opt.state_dict()) is None
         train(opt, params, range(6, 8))
         assert difference(before, got) is None
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_callers_dict_is_the_callers(layout: str) -> None:
-    run_ranks(_keeps_off_the_callers_dict, 2, layout)
 
 
 class Counting(optim.SGD):
@@ -296,7 +291,9 @@ def test_hooks_of_the_outer_optimizer_fire(world_size: int) -> None:
     assert run_ranks(_hooks, world_size) == [expected] * world_size
 
 
-def _legacy_step(layout: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_dicts_from_when_step_was_a_number_load(layout: str) -> None:
     for optimizer_class in (optim.Adam, optim.RMSprop, optim.Adamax, optim.NAdam, optim.ASGD):
         case = Case(optimizer_class)
         legacy, values, expected, _ = half_a_run(case)
@@ -308,11 +305,8 @@ def _legacy_step(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_dicts_from_when_step_was_a_number_load(layout: str) -> None:
-    run_ranks(_legacy_step, 2, layout)
-
-
-def _bad_dicts(layout: str) -> list[int]:
+@on_ranks(2)
+def test_a_dict_that_does_not_fit_is_refused_and_changes_nothing(layout: str) -> list[int]:
     """Every wrong dict raises on each rank, and training goes on as if it had not been tried."""
     case = Case(optim.Adam)
     params, opt = zero(case, layout=layout)
@@ -329,12 +323,8 @@ def _bad_dicts(layout: str) -> list[int]:
     return differing(half_a_run(case)[2], train(opt, params, range(4, 8)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_dict_that_does_not_fit_is_refused_and_changes_nothing(layout: str) -> None:
-    assert run_ranks(_bad_dicts, 2, layout) == [[], []]
-
-
-def _from_torchs_own() -> None:
+@on_ranks(2)
+def test_the_dict_of_torchs_own_zero_redundancy_optimizer_loads() -> None:
     for case in FIRSTS:
         if case.optimizer_class is optim.Adagrad:
             continue  # upstream cannot consolidate the state of parameters that never trained
@@ -345,10 +335,6 @@ def _from_torchs_own() -> None:
         saved = consolidated(upstream)
         params, opt = zero(case)
         assert differing(expected, goes_on(opt, params, saved, values)) == [], case
-
-
-def test_the_dict_of_torchs_own_zero_redundancy_optimizer_loads() -> None:
-    run_ranks(_from_torchs_own, 2)
 
 
 @contextlib.contextmanager
@@ -365,7 +351,8 @@ def _no_pickle() -> Iterator[None]:
         yield
 
 
-def _without_pickle() -> None:
+@on_ranks(2)
+def test_no_pickle_is_on_the_wire() -> None:
     params, groups = problem(Case(optim.Adam))
     with _no_pickle():
         with pytest.raises(AssertionError, match="pickle was used"):
@@ -377,21 +364,6 @@ def _without_pickle() -> None:
             opt.load_state_dict(opt.state_dict())
 
 
-def test_no_pickle_is_on_the_wire() -> None:
-    run_ranks(_without_pickle, 2)
-
-
-def _loaded_in_turn(case: Case, layout: str) -> None:
-    params, unsharded = plain(case)
-    train(unsharded, params, range(6))
-    ours, opt = zero(case, layout=layout)
-    for step in range(6):
-        train(opt, ours, range(step, step + 1))
-        opt.load_state_dict(consolidated(opt, to=step % opt.world_size))
-    assert difference(by_number(unsharded.state_dict()), consolidated(opt)) is None
-    assert differing(params, ours) == []
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "case",
@@ -401,8 +373,16 @@ def _loaded_in_turn(case: Case, layout: str) -> None:
     ],
     ids=str,
 )
+@on_ranks(2)
 def test_saving_and_loading_at_every_step_changes_nothing(case: Case, layout: str) -> None:
-    run_ranks(_loaded_in_turn, 2, case, layout)
+    params, unsharded = plain(case)
+    train(unsharded, params, range(6))
+    ours, opt = zero(case, layout=layout)
+    for step in range(6):
+        train(opt, ours, range(step, step + 1))
+        opt.load_state_dict(consolidated(opt, to=step % opt.world_size))
+    assert difference(by_number(unsharded.state_dict()), consolidated(opt)) is None
+    assert differing(params, ours) == []
 
 
 def test_a_single_rank_needs_no_consolidation() -> None:
