@@ -48,7 +48,9 @@ Python is down on that rank, 0.4 to 1.1 s, and so they do in DDP's all-reduce un
 to 2.7 s, with DDP alone 0.6 to 1.1 s (on a less busy machine).
 
 An extra backward pass or a step left out cannot be noticed earlier: no round of notes comes in
-between. One rank waits for the other's step, and the other for the next round.
+between. One rank waits for the other's step, and the other for the next round. Gloo sends a message
+only once its receiver has asked for it, and a rank that waits for a gather has not asked for the
+note of the next round.
 
 The trials ran over Gloo. Over NCCL, reading the other ranks' answer would hold up the accelerator,
 so a step that raises on one rank is noticed later. (The first case is a test, on CPU ranks that

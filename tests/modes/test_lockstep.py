@@ -147,6 +147,27 @@ def test_gradients_cleared_on_one_rank_are_noticed() -> None:
     each_raises_on_every_rank(2, cases)
 
 
+def _zero_here(mode: str, of: int, steps: int) -> None:
+    """Set some gradients to zero on one rank, before a backward pass or before a step."""
+    setup = sharded(mode, MLP_PROBLEM.fresh())
+    setup.backward(0)
+    if rank() == 1:
+        setup.opt.zero_grad(set_to_none=False) if of == 10 else None
+        for param in list(setup.module.parameters())[:of]:
+            param.grad.zero_()  # a second time counts no more
+    for _ in range(steps):
+        setup.finish()
+    setup.backward(1)
+    setup.finish()
+
+
+def test_gradients_set_to_zero_on_one_rank_are_noticed() -> None:
+    match = "rank 0 counts 0 gradients that were set to zero where rank 1 counts {}"
+    runs = itertools.product(MODULE, (1, 10), (0, 1))
+    cases = [(_zero_here, OutOfStepError, match.format(of), mode, of, n) for mode, of, n in runs]
+    each_raises_on_every_rank(2, cases)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["backward", "step", "no step"])
 @on_ranks(

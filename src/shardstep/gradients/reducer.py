@@ -350,6 +350,7 @@ class GradReducer(ShardScaling):
         """Set the gradients of these parameters to zero, on this rank's pieces of them."""
         self._feeder.check_zeroing()
         self.lanes.wait()
+        self._used.zero(self._feeder.kept(params))
         for index in params:
             accumulated = self.placeholders[index].take_incoming()
             if accumulated is not None:

@@ -29,11 +29,13 @@ class Notes(Protocol):
         nbytes: the length of a note.
         rounds: the number of notes so far.
         kept: the number of reduced gradients that this round adds to.
+        zeroed: the number of reduced gradients that were set to zero in place so far.
     """
 
     nbytes: int
     rounds: int
     kept: int
+    zeroed: int
 
     def write(self, given_up: bool = False) -> bytes:
         """Return this rank's note."""
@@ -74,6 +76,7 @@ class UsedParams:
         self._device = device
         self._notes = notes
         self._here: set[int] = set()
+        self._zeroed: set[int] = set()
         # One entry per round: the notes and flags of all ranks.
         self._told: list[tuple[Work, torch.Tensor]] = []
         self._num_compared = 0
@@ -84,6 +87,11 @@ class UsedParams:
     def add(self, params: Iterable[int]) -> None:
         """Note that these had a gradient on this rank."""
         self._here.update(params)
+
+    def zero(self, params: set[int]) -> None:
+        """Note that these were set to zero; count each once between two rounds."""
+        self._notes.zeroed += len(params - self._zeroed)
+        self._zeroed |= params
 
     def clear(self, params: Iterable[int]) -> None:
         """Forget every earlier gradient of `params`."""
@@ -112,6 +120,7 @@ class UsedParams:
         size = len(self._trained)
         if not size:
             return
+        self._zeroed.clear()
         every = len(self._here) == size
         flags = b"\1" * size if every else bytes(index in self._here for index in self._trained)
         own = self._notes.write(given_up) + flags

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 GIVEN_UP, JOINED, EDITED = 1, 2, 4
 """Marks of a note: the batch was given up, the rank has no data left, groups were edited."""
 
-FORM = struct.Struct("=7q")
+FORM = struct.Struct("=8q")
 COUNTS = {
     "raised": "calls of step() that raised",
     "steps": "calls of step()",
     "loads": "calls of load_state_dict()",
     "kept": "gradients that were not cleared",
+    "zeroed": "gradients that were set to zero",
     "rounds": "reductions of gradients",
 }
 WAITED_FOR = frozenset({"cpu"})
@@ -43,6 +44,7 @@ class Lockstep:
     Attributes:
         rounds: the number of notes so far: one for each round of reductions.
         kept: the number of reduced gradients that this round adds to.
+        zeroed: the number of reduced gradients that were set to zero in place so far.
         steps: the number of calls of `step()`.
         raised: the number of those that raised.
         loads: the number of calls of `load_state_dict()`.
@@ -52,7 +54,7 @@ class Lockstep:
 
     def __init__(self, mode: Mode) -> None:
         self._mode = mode
-        self.rounds = self.steps = self.raised = self.loads = self.kept = 0
+        self.rounds = self.steps = self.raised = self.loads = self.kept = self.zeroed = 0
         self._options: list[list[tuple[str, Any]]] = []
         self._digest = 0
         self._arriving: Callable[[], list[list[int]]] | None = None
