@@ -2,7 +2,8 @@
 
 Seeded walks: backward passes (held back and not), steps, clearing, parameters written to, frozen,
 moved, cast and turned into other memory formats, state saved and loaded into other layouts. Beside
-each goes one process that has the data of both ranks: at two ranks, sums are the same to the bit.
+each goes one process that has the data of all ranks and adds in their order: sums are the same to
+the bit.
 """
 
 from __future__ import annotations
@@ -179,7 +180,8 @@ class Low(SavingWalk):
             total = torch.zeros_like(param, dtype=self._policy.step_dtype(param.dtype))
             for part in parts:
                 if part is not None:
-                    total += (part.to(wire) / world_size()).to(total.dtype)
+                    wide = part if part.itemsize > wire.itemsize else part.to(wire)
+                    total += (wide * (1.0 / world_size())).to(wire).to(total.dtype)
             before = self._whole.grads[number]
             self._whole.grads[number] = total if before is None else before + total
 
