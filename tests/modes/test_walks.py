@@ -40,8 +40,7 @@ def test_any_order_of_calls_comes_to_the_same_bits(name: str, seeds: range) -> N
         ("zero2", 3, range(20)),
         ("zero2_low", 2, range(240, 252)),
         ("zero2_low", 3, range(240, 252)),
-        # `register` adds in the order of ranks, and DDP in another.
-        *((name, 2 if name == "ddp register" else 3, range(100, 104)) for name in DDP),
+        *((name, 3, range(100, 104)) for name in DDP),
     ],
 )
 def test_so_do_many_more_on_any_number_of_ranks(name: str, world_size: int, seeds: range) -> None:

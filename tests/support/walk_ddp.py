@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ddp_ways import HOOKS, expected, groups_of, in_ddp, overlapping, set_up
-from models import PROBLEMS, Kind, Setup, rank
+from models import PROBLEMS, Kind, Setup, rank, world_size
 from problems import Case, same_bits
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -45,6 +47,16 @@ def _groups(module: nn.Module) -> list[dict[str, Any]]:
     params = list(module.parameters())
     flat = [param for param in params if param.dim() < 2]
     return [{"params": [p for p in params if p.dim() > 1]}, {"params": flat, "lr": 0.02}]
+
+
+def _add_in_rank_order(grads: Tensor) -> torch.futures.Future[Tensor]:
+    """Reduce gradients as `register` does."""
+    own = grads * (1.0 / world_size())
+    parts = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(parts, own)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(functools.reduce(torch.add, parts))
+    return done
 
 
 def groups_in(given: list[Any]) -> list[dict[str, Any]]:
@@ -94,7 +106,9 @@ class BesideDDP(Walk):
         }
         module = self._problem.fresh()
         # The hook divides by the number of ranks, where DDP itself multiplies.
-        comm_hook = allreduce_hook if way in HOOKS else None
+        comm_hook: Any = allreduce_hook if way in HOOKS else None
+        if way == "register" and world_size() > 2:
+            comm_hook = lambda _, bucket: _add_in_rank_order(bucket.buffer())  # noqa: E731
         self._whole = expected(copy.deepcopy(module), kind, comm_hook=comm_hook, **ddp)
         self._by_hand = Whole(groups_in(groups(self._whole.module)), Case(*kind), policy)
         self._whole.opt = self._by_hand
