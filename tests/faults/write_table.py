@@ -43,7 +43,7 @@ in the loader, the forward or the backward pass, in a function or at the top of 
 processes and `torchrun`, one machine, busy). With `module=` and `register` the others raised 0.00
 to 0.33 s later, once 1.8 s; before this was built, 0.4 to 2.1 s, and 2.7 s with large imports. If
 a rank with loader workers was killed, 0.02 s with `module=`; before, and with DDP, 5.1 s. An error
-in `step()` is sent to all ranks: 0.1 s at most. After one in a closure the others wait until
+in `step()` is sent to all ranks: 0.0 to 0.2 s. After one in a closure the others wait until
 Python is down on that rank, 0.4 to 1.1 s, and so they do in DDP's all-reduce under a drop-in: 1.4
 to 2.7 s, with DDP alone 0.6 to 1.1 s (on a less busy machine).
 
