@@ -38,14 +38,20 @@ checkpoint loaded, in every trial. Errors of `module=` name the rank and the ope
 says what to look for. In the other modes the error may be DDP's.
 
 A rank that ends with an error of its own hangs up before Python takes itself down. Processes that
-it forked, such as workers of a loader, do not keep its connections open. Rank 1 of 2 or 3 raised
-in the loader, the forward or the backward pass, in a function or at the top of the script (plain
-processes and `torchrun`, one machine, busy). With `module=` and `register` the others raised 0.00
-to 0.33 s later, once 1.8 s; before this was built, 0.4 to 2.1 s, and 2.7 s with large imports. If
-a rank with loader workers was killed, 0.02 s with `module=`; before, and with DDP, 5.1 s. An error
-in `step()` is sent to all ranks: 0.0 to 0.2 s. After one in a closure the others wait until
-Python is down on that rank, 0.4 to 1.1 s, and so they do in DDP's all-reduce under a drop-in: 1.4
-to 2.7 s, with DDP alone 0.6 to 1.1 s (on a less busy machine).
+it forked, such as workers of a loader, do not keep its connections open. Seconds until the other
+ranks raise (2 and 3 ranks, plain processes on one busy machine):
+
+| rank 1 | before this was built | now |
+|---|---|---|
+| raises in the loader, forward or backward, `module=` | 0.4 to 1.1 | 0.00 to 0.08 |
+| the same, `register` | 0.8 to 2.1 | 0.01 to 0.33, once 1.8 |
+| is killed and has loader workers, `module=` | 5.1, as with DDP | 0.02 |
+| raises in `step()`, which tells all ranks | 0.0 | 0.0 to 0.2 |
+| raises in a closure, `module=` | 0.4 to 1.1 | the same |
+| raises anywhere, drop-in | 1.4 to 2.7 | the same |
+
+Under a drop-in the others wait in DDP's all-reduce; with DDP alone, on a less busy machine, it took
+0.6 to 1.1 s.
 
 An extra backward pass or a step left out cannot be noticed earlier: no round of notes comes in
 between. One rank waits for the other's step, and the other for the next round. Gloo sends a message
