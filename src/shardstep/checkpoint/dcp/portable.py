@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardstep.checkpoint.dcp.placeholder import Placeholder
 from shardstep.state.tree import Node, decode, wrap
@@ -40,8 +39,11 @@ def to_portable(value: Any, started: bool = True) -> Any:
 
 def contains(value: Any, kinds: type | tuple[type, ...]) -> bool:
     """Return whether a value is, or holds at any depth, an instance of `kinds`."""
-    found = tree_leaves(value, lambda item: isinstance(item, kinds))
-    return any(isinstance(item, kinds) for item in found)
+    if isinstance(value, kinds):
+        return True
+    if isinstance(value, Mapping):
+        return any(contains(item, kinds) for item in value.values())
+    return type(value) in (list, tuple) and any(contains(item, kinds) for item in value)
 
 
 def from_portable(node: Node, value: Any, owner: str) -> Any:
