@@ -29,6 +29,7 @@ def main(rank: int, store: str, how: str) -> None:
     """Wait on rank 0 for rank 1, which ends."""
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     comm = connect(None).new_connection()
+    comm.all_gather_bytes(b"connected")
     if rank == 0:
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match="a peer has ended or failed"):
