@@ -36,7 +36,7 @@ ERROR_NBYTES = 200
 
 
 _notes: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-"""How often the ranks of a group have compared notes.
+"""The numbers of the notes that the ranks of a group compare.
 
 They do so to agree on how to go on, also after one of them has launched more or fewer operations
 than the others, and also where they use different objects over the same group.

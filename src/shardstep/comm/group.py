@@ -6,15 +6,11 @@ Segments travel as messages over Gloo (`gloo.py`), by collectives over other bac
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,9 +18,9 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from shardstep.comm.api import NOTHING_TO_DO, Comm, Ledger, SoloComm, all_gather_json
+from shardstep.comm.at_exit import noting_connections, sleep_at_exit
 from shardstep.comm.collectives import Collectives, backend_name, backend_of
 from shardstep.comm.gloo import ERROR_NBYTES, TAGS, Exchange
-from shardstep.comm.sockets import noting
 from shardstep.comm.works import Launched, Operation, Work, naming
 from shardstep.plan.plan import MIN_BUCKET_BYTES
 
@@ -63,7 +59,7 @@ class GroupComm(Comm):
         self._exchange = Exchange(group, downwards or group)
         self._collectives = Collectives(group)
         if self._exchanges(self._meeting_device()):
-            _sleep_at_exit()
+            sleep_at_exit()
 
     @property
     def min_bucket_bytes(self) -> int:  # type: ignore[override]
@@ -93,7 +89,7 @@ class GroupComm(Comm):
 
     @override
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        # Not `dist.all_gather`, whose tensors Gloo's threads may hold at exit: `_sleep_at_exit`.
+        # Not `dist.all_gather`, whose tensors Gloo's threads may hold at exit: `at_exit.py`.
         rank, size = self.group_rank, self.world_size
         lengths = torch.zeros(size, dtype=torch.int64, device=CPU)
         lengths[rank] = len(payload)
@@ -153,9 +149,9 @@ class GroupComm(Comm):
         # on all ranks. A bound group takes no tensors of other devices. If the default group is
         # bound, torch binds this one too.
         binds = backend is None and not exchanges and len(self._devices) == 1
-        num_gloo = exchanges + (backend == "gloo" or exchanges)
-        num_sockets = num_gloo * (self.world_size - 1)
-        with noting(num_sockets), _unbound_world(ranks is not None) as unbound:
+        num_gloo_groups = 2 if exchanges else int(backend == "gloo")
+        noting = noting_connections(num_gloo_groups * (self.world_size - 1))
+        with noting, _unbound_world(ranks is not None) as unbound:
             group = dist.new_group(
                 ranks,
                 backend=backend or _backends(self._group),
@@ -271,22 +267,6 @@ def _unbound_world(hide: bool) -> Iterator[bool]:
         yield True
     finally:
         world.bound_device_id = bound
-
-
-@cache
-def _sleep_at_exit() -> None:
-    """Give Gloo's threads time to let go of the tensors of the last collectives.
-
-    A thread takes Python's lock for that. If Python is shutting down by then, it ends the thread,
-    and C++ the process, with SIGABRT ("terminate called without an active exception").
-    """
-
-    def sleep() -> None:
-        # A rank that has raised must not wait: the others are to learn of it at once.
-        if not hasattr(sys, "last_value"):
-            time.sleep(0.1)
-
-    atexit.register(sleep)
 
 
 def connect(process_group: dist.ProcessGroup | None, near: Sequence[torch.Tensor] = ()) -> Comm:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from shardstep.comm import Comm
+from shardstep.comm.at_exit import ends_with_error
 from shardstep.comm.spans import span
 from shardstep.gather.base import ParamGather, describe
 from shardstep.gather.in_flight import FailedGather, Flights, on_launching_stream
@@ -165,7 +165,7 @@ os.register_at_fork(before=_wait_for_all)
 def _wait_at_exit() -> None:
     """Wait for gathers in flight: a rank that leaves earlier cuts off messages of the others."""
     # A rank that has raised must not wait: the others are to learn of it at once.
-    if not hasattr(sys, "last_value"):
+    if not ends_with_error():
         with contextlib.suppress(RuntimeError):
             _wait_for_all()
 

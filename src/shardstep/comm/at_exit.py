@@ -1,7 +1,12 @@
-"""Hangs up when this rank ends with an error of its own, so that the others learn of it at once.
+"""The end of a process that has connections over Gloo.
 
+A rank that ends with an error of its own hangs up, so that the others learn of it at once.
 Connections of Gloo last until Python has taken down all modules, which is seconds, and for as long
 as a forked process has them, too. torch has no call that closes them.
+
+A rank that ends well sleeps first. Gloo's threads take Python's lock to let go of the tensors of
+the last collectives. If Python is shutting down by then, it ends the thread, and C++ the process,
+with SIGABRT ("terminate called without an active exception").
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import os
 import socket
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -19,10 +25,22 @@ Sockets = set[tuple[int, int]]
 """Descriptors with their inodes, which tell a socket from a later one of the same number."""
 
 _own: Sockets = set()
+_uses_gloo = False
+
+
+def ends_with_error() -> bool:
+    """Return whether the program ends with an error that nobody caught."""
+    return hasattr(sys, "last_value")
+
+
+def sleep_at_exit() -> None:
+    """Note that this process uses Gloo."""
+    global _uses_gloo
+    _uses_gloo = True
 
 
 @contextmanager
-def noting(expected: int) -> Iterator[None]:
+def noting_connections(expected: int) -> Iterator[None]:
     """Note the connections that are made meanwhile, if there are as many as expected.
 
     Another thread may have made one of its own, and that one must not be closed.
@@ -54,9 +72,12 @@ def _is_connected(descriptor: int) -> bool:
 
 
 @atexit.register
-def _hang_up_after_error() -> None:
-    # Threads have ended by now: a background save is complete.
-    if hasattr(sys, "last_value") and not _raised_within(sys.last_traceback):
+def _end() -> None:
+    if not ends_with_error():
+        if _uses_gloo:
+            time.sleep(0.1)
+    elif not _raised_within(sys.last_traceback):
+        # Threads have ended by now: a background save is complete.
         for descriptor, _ in _own & _sockets():
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.shutdown(socket.SHUT_WR)
