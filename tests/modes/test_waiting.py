@@ -51,6 +51,21 @@ def test_clearing_gradients_and_asking_for_metadata_do_not_wait() -> None:
 
 
 @on_ranks(2)
+def test_a_kernel_in_a_module_finds_parameters_that_it_reads_without_python() -> None:
+    zero = in_flight()
+    linear: Any = zero.module.get_submodule("layers.0")
+
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():  # as an extension in C++ reads them
+            return nn.functional.linear(x, linear.weight, linear.bias)
+
+    inputs = torch.ones(1, linear.in_features)
+    assert kernel(inputs).isnan().any(), "nothing has arrived"
+    linear.forward = kernel
+    assert linear(inputs).isfinite().all()
+
+
+@on_ranks(2)
 def test_a_read_waits_for_its_own_bucket_alone() -> None:
     """A parameter's read waits for its own bucket and for no other."""
     zero = in_flight()
