@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from problems import differing
 from ranks import run_ranks
 from reference.naive_masters import NaiveMasters
 from scenarios import ALL, sharded
@@ -295,7 +296,7 @@ def test_memory_between_steps_is_2_bytes_and_12_divided_by_the_ranks() -> None:
 def _bytes_left(mode: str) -> list[int]:
     """Return the bytes in use after each of several models and optimizers is gone."""
     left = []
-    for step in (True, False, True, False):
+    for step in (True, False) * 3:
         setup = sharded(mode, gpu_model().cuda())
         setup.model(torch.ones(4, 96, device="cuda")).sum().backward()
         if step:
@@ -303,7 +304,7 @@ def _bytes_left(mode: str) -> list[int]:
         del setup
         gc.collect()
         # NCCL's watchdog lets go of tensors that have travelled, in its own time.
-        deadline = time.monotonic() + (10 if left else 1)
+        deadline = time.monotonic() + (3 if left else 1)
         while time.monotonic() < deadline and torch.cuda.memory_allocated() > max(left[:1] or [0]):
             time.sleep(0.05)
         left.append(torch.cuda.memory_allocated())
@@ -312,6 +313,34 @@ def _bytes_left(mode: str) -> list[int]:
 
 @pytest.mark.parametrize("mode", ALL)
 def test_memory_is_freed_with_model_and_optimizer(mode: str) -> None:
-    # The first one leaves cuBLAS with work space for forward's thread and backward's.
+    # The first one leaves cuBLAS with work space for forward's thread and backward's. After any of
+    # them, the last bucket that DDP reduced may stay until more has travelled: a leak would add up.
     ((first, *others),) = run_ranks(_bytes_left, 1, mode, backend="nccl")
-    assert max(others) <= first
+    assert min(others[-3:]) <= first
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_model_goes_to_the_gpu_after_its_optimizer_has_loaded(fused: bool) -> None:
+    """Accelerate and Trainer do so when they resume."""
+    assert run_ranks(_moved_after_loading, 1, fused, backend="nccl") == [[]]
+
+
+def _moved_after_loading(fused: bool) -> list[int]:
+    def trained(moved: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = gpu_model().cuda()
+        plain = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+        model(torch.ones(4, 96, device="cuda")).sum().backward()
+        plain.step()
+        plain.zero_grad()
+        opt: Any = plain
+        if moved:
+            model.cpu()
+            opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=fused)
+            opt.load_state_dict(plain.state_dict())
+            model.cuda()
+        model(torch.ones(4, 96, device="cuda")).sum().backward()
+        opt.step()
+        return list(model.parameters())
+
+    return differing(trained(False), trained(True))

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from doubles import Wrapped, behind_the_door
 from models import ADAMW, MLP, Setup, noise, rank
 from on_nccl import run_on_nccl
@@ -76,17 +77,22 @@ class GathersNotWaitedFor(Late):
 class ReductionsNotWaitedFor(Late):
     """A fault: the step reads gradients that are in flight.
 
-    Notes follow on the same connection, so to wait for those is to wait for the gradients.
+    Notes follow on the same connection, so to wait for those is to wait for the gradients. These
+    arrive beside it, on a stream that nothing waits for.
     """
 
-    def all_gather(
-        self, buffer: Tensor, cuts: Sequence[int], operation: Operation = Operation.GATHER
-    ) -> Work:
-        work = super().all_gather(buffer, cuts, operation)
-        return NOTHING_TO_DO if operation is Operation.USED else work
+    def __init__(self, inner: Comm) -> None:
+        super().__init__(inner)
+        self.beside = torch.cuda.Stream()
 
     def reduce_scatter(self, buffer: Tensor, cuts: Sequence[int], out: Tensor) -> Work:
-        super().reduce_scatter(buffer, cuts, out)
+        arrived = torch.empty_like(out)
+        work = super().reduce_scatter(buffer, cuts, arrived)
+        with torch.cuda.stream(self.beside):
+            work.wait()
+            torch.cuda._sleep(20 * MILLISECOND)
+            out.copy_(arrived)
+        arrived.record_stream(self.beside)
         return NOTHING_TO_DO
 
 
@@ -172,3 +178,28 @@ def test_delays_on_any_stream_change_no_bit(mode: str, options: dict[str, Any]) 
 def test_a_planted_fault_is_seen(fault: type[Late]) -> None:
     for changed in run_on_nccl(_changed, 2, "module", fault, {}):
         assert changed
+
+
+def _train_without_waits(mode: str) -> int:
+    """Train 8 steps, the last 4 with every wait of the host for the device forbidden."""
+    warnings.simplefilter("ignore")
+    setup = sharded(mode, MLP(), (torch.optim.AdamW, {"lr": 0.01, "fused": True}))
+    batches = [noise(number, 6, 16) for number in range(8)]
+    done = 0
+    try:
+        for batch in batches:
+            if done == 4:
+                torch.cuda.set_sync_debug_mode("error")
+            setup.model(batch).square().mean().backward()
+            setup.opt.step()
+            setup.opt.zero_grad()
+            done += 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    dist.barrier()
+    return done
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_the_host_does_not_wait_for_the_device(mode: str) -> None:
+    assert run_on_nccl(_train_without_waits, 2, mode) == [8, 8]

@@ -20,7 +20,7 @@ from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.layouts.state_size import slice_state, tensor_nbytes, tensor_state
 from shardstep.params.storage import OwnStorage
-from shardstep.plan import ParamSpec, StateSize, shares
+from shardstep.plan import ParamSpec, StateSize, pool_sizes, shares
 from shardstep.plan.methods import Job, block_of, fewest_ranks
 from shardstep.plan.models import MODELS, model
 
@@ -123,13 +123,13 @@ def _planned_and_measured() -> list[dict[str, tuple[int, int]]]:
             sent = traffic.nbytes.total() - traffic.nbytes["share_error"]
         job = _job(module, layout, policy)
         share = shares(job.plan(2), policy, job.state_sizes)[opt.rank]
-        footprint = job.module_mode(2)
+        pool = sum(pool_sizes(job.plan(2), policy).values())
         report = opt.report()
         found.append(
             {
                 "state": (share.state_nbytes, report.state_nbytes),
                 "masters": (share.master_nbytes, report.master_nbytes),
-                "gradients": (share.gradient_nbytes + footprint.buffers, report.gradient_nbytes),
+                "gradients": (share.gradient_nbytes + pool, report.gradient_nbytes),
                 "sent": (share.reduce_nbytes_sent + share.gather_nbytes_sent, sent),
             }
         )

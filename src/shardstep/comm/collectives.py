@@ -54,7 +54,7 @@ class Collectives:
         group = self._group
         segments = _segments(buffer, cuts)
         own = segments[self._rank]
-        total = out if out.dtype == buffer.dtype else torch.empty_like(own)
+        total = out if out.dtype == buffer.dtype else own  # in place; `out` takes it at the end
         if _even(segments):
             works = [_reduce_scatter_single(total, buffer, group=group, async_op=True)]
         elif backend_name(group, buffer.device) in UNEVEN_LISTS:

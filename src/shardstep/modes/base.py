@@ -235,10 +235,10 @@ class Mode(ShardView):
         plan = check_same_on_all_ranks(self.comm, what, check_and_make)
         params = parameters(self.groups)
         self.synchronise_new(params[len(before.specs) :])
-        states = move_states(self.comm, before, plan, local.states(), params)
+        states = move_states(self.comm, before, plan, local.states(), params, self.groups)
         masters = self.masters() if self.widened else {}
         if self.widened:
-            masters = move_states(self.comm, before, plan, masters, params)
+            masters = move_states(self.comm, before, plan, masters, params, self.groups)
         self._switch(plan, states, masters)
 
     def synchronise_new(self, params: Sequence[torch.Tensor]) -> None:

@@ -28,8 +28,8 @@ from shardstep.params.storage import flat
 from shardstep.plan import Piece
 from shardstep.plan.placement import aligned
 
-CHUNK = 1 << 18
-"""Elements compared at a time on a CPU: few enough to stay in its cache."""
+CHUNK, ACCELERATOR_CHUNK = 1 << 18, 1 << 22
+"""Elements compared at a time: few enough to stay in a CPU's cache, or to take little memory."""
 
 
 class StepTensors(ABC):
@@ -153,10 +153,7 @@ class Masters(StepTensors):
     def refresh(self) -> bool:
         # See Note [Writes to a parameter that has a master].
         for wide, narrow in self._runs:
-            # On an accelerator, asking whether anything has changed would synchronise.
-            chunk = CHUNK if wide.device.type == "cpu" else max(1, wide.numel())
-            for start in range(0, wide.numel(), chunk):
-                _refresh(wide[start : start + chunk], narrow[start : start + chunk])
+            _refresh(wide, narrow)
         return False
 
     @override
@@ -262,12 +259,18 @@ def _follows(last: torch.Tensor, tensor: torch.Tensor) -> bool:
 def _refresh(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     """Copy those elements of `narrow` that are not the rounding of `wide`."""
     bits = {2: torch.int16, 4: torch.int32}.get(narrow.itemsize, torch.uint8)
-    rounded, given = wide.to(narrow.dtype).view(bits), narrow.view(bits)
-    if wide.device.type == "cpu" and _same(rounded, given):
-        return
-    if narrow.itemsize == 1:
-        narrow = narrow.to(wide.dtype)  # torch does not promote numbers of 8 bits
-    torch.where(rounded == given, wide, narrow, out=wide)
+    on_cpu = wide.device.type == "cpu"
+    chunk = CHUNK if on_cpu else ACCELERATOR_CHUNK
+    for start in range(0, wide.numel(), chunk):
+        ours, given = wide[start : start + chunk], narrow[start : start + chunk]
+        rounded = ours.to(given.dtype).view(bits)
+        # On an accelerator, asking whether anything has changed would synchronise.
+        if on_cpu and _same(rounded, given.view(bits)):
+            continue
+        kept = rounded == given.view(bits)
+        # Torch does not promote numbers of 8 bits.
+        given = given.to(ours.dtype) if given.itemsize == 1 else given
+        torch.where(kept, ours, given, out=ours)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -29,7 +29,8 @@ class Footprint:
     """Bytes that the fullest rank holds, and bytes sent in a step.
 
     Attributes:
-        buffers: memory for communication beyond the columns before it.
+        buffers: memory beyond the columns before it, for messages and for gradients on their way
+            into them.
         imbalance: the optimizer work of the fullest rank as a multiple of the mean.
         sent: sent by a rank per step, the mean over ranks.
         sent_most: sent by the rank that sends most, over a backend without a ring (Gloo).
@@ -78,9 +79,14 @@ class Job:
             plan,
             parameters=self._frozen + sum(bucket.nbytes for bucket in plan.training_buckets),
             gradients=lambda share: share.gradient_nbytes,
-            buffers=sum(pool_sizes(plan, self.policy).values()),
+            buffers=self._buffers(plan),
             reduced=lambda share: share.reduce_nbytes_sent,
         )
+
+    def _buffers(self, plan: ShardPlan) -> int:
+        """Return the bytes of packed messages, and of the longest bucket before it is packed."""
+        longest = max((bucket.nbytes for bucket in plan.training_buckets), default=0)
+        return sum(pool_sizes(plan, self.policy).values()) + longest if plan.world_size > 1 else 0
 
     def drop_in(self, world_size: int) -> Footprint:
         """ZeRO-1 under DDP, without `module=`."""
@@ -94,7 +100,10 @@ class Job:
             plan,
             parameters=self._frozen + self._trained,
             gradients=lambda share: self._trained,
-            buffers=max(messages, default=0) * min(2, len(messages)) if world_size > 1 else 0,
+            buffers=max(
+                max(messages, default=0) * min(2, len(messages)) if world_size > 1 else 0,
+                self._longest,
+            ),
             reduced=lambda share: 2 * self._ring(world_size, self._wire),
         )
 
@@ -128,7 +137,7 @@ class Job:
             self._trained,
             sum(map(self._master, self.specs)),
             sum(map(self._state, range(len(self.specs)))),
-            0,
+            self._longest,
             1.0,
             sent,
             sent,
@@ -155,7 +164,7 @@ class Job:
             self._trained,
             masters[fullest],
             states[fullest],
-            0,
+            self._longest,
             _imbalance(numels),
             sent,
             sent,
@@ -201,6 +210,11 @@ class Job:
     @cached_property
     def _trained(self) -> int:
         return sum(spec.nbytes for spec in self.specs if spec.trainable)
+
+    @cached_property
+    def _longest(self) -> int:
+        """The bytes of the longest gradient, which DDP copies to its bucket."""
+        return max((spec.nbytes for spec in self.specs if spec.trainable), default=0)
 
     @cached_property
     def _frozen(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from shardstep.comm import Comm
 from shardstep.local.multi_class import optimizer_name
@@ -26,11 +27,13 @@ def move_states(
     after: ShardPlan,
     states: Mapping[int, Any],
     params: Sequence[torch.Tensor],
+    groups: Sequence[Mapping[str, Any]],
 ) -> dict[int, Any]:
     """Return copies of the states of this rank's pieces under another plan. Called on every rank.
 
     `after` has the same parameters as `before`, or more. `states` is by parameter number, and goes
-    to the devices of `params`.
+    to the devices of `params`. State that was on the CPU with its parameter goes with it, except
+    for the number of steps, which the options in `groups` may keep there.
     """
     restrided = {
         param
@@ -45,6 +48,17 @@ def move_states(
     for param in restrided & moved.keys():
         own = after.holdings[comm.group_rank][param]
         moved[param] = slice_state(moved[param], own, after.specs[param])
+    for param, state in moved.items():
+        if before.specs[param].device.startswith("cpu") and params[param].device.type != "cpu":
+            moved[param] = _follow(state, params[param].device, groups[after.specs[param].group])
+    return moved
+
+
+def _follow(state: Any, device: torch.device, group: Mapping[str, Any]) -> Any:
+    """Return state on an accelerator, as `torch.optim.Optimizer.load_state_dict` puts it there."""
+    moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), state)
+    if isinstance(state, Mapping) and not (group.get("fused") or group.get("capturable")):
+        moved.update((key, value) for key, value in state.items() if key == "step")
     return moved
 
 
