@@ -14,6 +14,9 @@ from shardstep.plan import Piece
 class GradientSource(Protocol):
     """Gives each piece of this rank its gradient. Every method is called on every rank."""
 
+    paused: bool
+    """True while gradients only accumulate on each rank, as under `no_sync()`."""
+
     @property
     def nbytes(self) -> int:
         """Bytes kept for gradients in addition to `param.grad`."""
@@ -40,10 +43,6 @@ class GradientSource(Protocol):
 
     def full(self, param: int) -> torch.Tensor | None:
         """Return the full gradient of one parameter, or None if it has none."""
-
-    @property
-    def paused(self) -> bool:
-        """True while gradients only accumulate on each rank, as under `no_sync()`."""
 
     def pause(self) -> None:
         """From now on, only accumulate gradients on each rank."""

@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -18,6 +18,22 @@ from typing_extensions import override
 
 from shardstep.gradients.sharded_grad import ShardedGrad
 from shardstep.params.module_hook import remove_hooks, when_freed
+
+
+class Taken(NamedTuple):
+    """The gradients of one bucket, to be sent.
+
+    Attributes:
+        grads: the gradient of each parameter; None if there is none.
+        kept: the parameters whose reduced gradient was not cleared: these are added to it.
+        cleared: the parameters whose earlier gradients no longer count.
+        memory: room for each reduced gradient, once these were sent; empty if there is none.
+    """
+
+    grads: list[torch.Tensor | None]
+    kept: set[int]
+    cleared: Sequence[int]
+    memory: Sequence[torch.Tensor | None] = ()
 
 
 class Reducer(Protocol):
@@ -36,9 +52,6 @@ class Reducer(Protocol):
     widened: frozenset[int]
 
     def gradient_ready(self, param: int) -> None:
-        """Count in the gradient that autograd left in `param.grad`."""
-
-    def arrived(self, param: int) -> None:
         """Count in a gradient that is to be sent in this round."""
 
     def forget(self, params: Iterable[int]) -> None:
@@ -55,7 +68,7 @@ class Feeder:
     """True if a round ends with the backward pass that it began in; if not, the step ends it."""
 
     lends_memory = False
-    """True if `free_memory` has room for this rank's part of every reduced gradient."""
+    """True if `take` lends room for this rank's part of every reduced gradient."""
 
     def attach(self, reducer: Reducer) -> None:
         """Feed `reducer` from now on."""
@@ -76,38 +89,38 @@ class Feeder:
         """Feed the reducer no longer: remove hooks and placeholders."""
         self._let_go()
 
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Return `param.grad` of every parameter that trains.
+    def grad_types(self) -> set[type]:
+        """Return the types of `param.grad` that there are: of gradients, placeholders and None.
 
         Raises:
             RuntimeError: if a parameter was given the placeholder of another one.
         """
+        grads = self._grads()
+        types = set(map(type, grads))
+        own = self._placeholders.values()
+        if ShardedGrad in types and not all(map(is_, grads, own)):
+            for grad, placeholder in zip(grads, own, strict=True):
+                if isinstance(grad, ShardedGrad) and grad is not placeholder:
+                    raise RuntimeError(
+                        f"parameter {placeholder.param_name!r} was given the placeholder of the "
+                        f"sharded gradient of parameter {grad.param_name!r}, which holds no "
+                        f"numbers; give it optimizer.full_grad({grad.param_name!r}), called on "
+                        "every rank"
+                    )
+        return types
+
+    def _grads(self) -> list[torch.Tensor | None]:
         # Parameters in flight, which this backward pass may not use, are not waited for.
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [param.grad for param in self._training]
-        if all(map(is_, grads, self._placeholders.values())):
-            return grads  # the usual case after backward
-        for index, grad in zip(self._trained, grads, strict=True):
-            if isinstance(grad, ShardedGrad) and grad is not self._placeholders[index]:
-                name = self._placeholders[index].param_name
-                raise RuntimeError(
-                    f"parameter {name!r} was given the placeholder of the sharded gradient of "
-                    f"parameter {grad.param_name!r}, which holds no numbers; give it "
-                    f"optimizer.full_grad({grad.param_name!r}), called on every rank"
-                )
-        return grads
+            return [param.grad for param in self._training]
 
-    def kept(self, params: Iterable[int]) -> set[int]:
-        """Return those whose reduced gradient was not cleared: the next one is added to it."""
+    def kept(self) -> set[int]:
+        """Return the parameters whose reduced gradient was not cleared."""
         raise NotImplementedError
 
-    def take(self, params: Sequence[int]) -> list[torch.Tensor | None]:
+    def take(self, params: Sequence[int]) -> Taken:
         """Return this rank's gradients to be sent, and forget them here."""
         raise NotImplementedError
-
-    def free_memory(self, param: int) -> torch.Tensor | None:
-        """Return memory for the reduced gradient of a parameter, to be used after it was sent."""
-        return None
 
     def before_collect(self, in_round: bool) -> None:
         """Note that the gradients are about to be collected."""
@@ -160,39 +173,31 @@ class AutogradFeeder(Feeder):
         return self._training
 
     @override
-    def kept(self, params: Iterable[int]) -> set[int]:
-        placeholders = self._placeholders
-        return {
-            index
-            for index in params
-            if self._params[index].grad is placeholders[index] and index not in self._aside
-        }
+    def kept(self) -> set[int]:
+        found = zip(self._trained, self._grads(), self._placeholders.values(), strict=True)
+        return {index for index, grad, own in found if grad is own} - self._aside
 
     @override
-    def take(self, params: Sequence[int]) -> list[torch.Tensor | None]:
+    def take(self, params: Sequence[int]) -> Taken:
         # Asked for every parameter in every round, so written out in one loop.
         grads: list[torch.Tensor | None] = []
-        cleared = []
+        kept: set[int] = set()
+        cleared: list[int] = []
         for index in params:
             param, placeholder = self._params[index], self._placeholders[index]
             grad = param.grad
+            if grad is placeholder:
+                kept.add(index)
             if isinstance(grad, ShardedGrad):
-                grad = placeholder.take_incoming()
-            else:
+                grad = placeholder.incoming
+            else:  # the user has cleared or replaced what came before
                 cleared.append(index)
             grads.append(grad)
             param.grad = placeholder
-        self._start_over(cleared)
+            placeholder.incoming = None
+        kept -= self._aside
         self._aside.difference_update(params)
-        return grads
-
-    def _start_over(self, params: Sequence[int]) -> None:
-        """Drop what came before for these parameters: the user has cleared or replaced it."""
-        reducer = self._reducer()
-        assert reducer is not None
-        reducer.forget(params)
-        for index in params:
-            self._placeholders[index].incoming = None
+        return Taken(grads, kept, cleared)
 
     @override
     def hold_back(self, param: int) -> None:
@@ -210,7 +215,9 @@ class AutogradFeeder(Feeder):
     def put_aside(self, param: int, grad: torch.Tensor | None) -> None:
         """Keep a gradient of this rank in the placeholder, to be sent with the next round."""
         if not isinstance(grad, ShardedGrad):
-            self._start_over([param])
+            reducer = self._reducer()
+            assert reducer is not None
+            reducer.forget([param])
             self._placeholders[param].incoming = grad
             self._params[param].grad = self._placeholders[param]
             self._aside.add(param)
@@ -262,25 +269,18 @@ class DDPFeeder(Feeder):
         self._places[param] = grad
         if local is not None and not isinstance(local, ShardedGrad):
             self._offered[param] = grad
-        reducer.arrived(param)
+        reducer.gradient_ready(param)
 
     @override
-    def kept(self, params: Iterable[int]) -> set[int]:
+    def kept(self) -> set[int]:
         return set()  # each backward pass starts over
 
     @override
-    def take(self, params: Sequence[int]) -> list[torch.Tensor | None]:
-        reducer = self._reducer()
-        assert reducer is not None
-        reducer.forget(params)
+    def take(self, params: Sequence[int]) -> Taken:
         for index in params:
             self._placeholders[index].incoming = None
-            self._places.pop(index, None)
-        return [self._offered.pop(index, None) for index in params]
-
-    @override
-    def free_memory(self, param: int) -> torch.Tensor | None:
-        return self._places.get(param)
+        grads = [self._offered.pop(index, None) for index in params]
+        return Taken(grads, set(), params, [self._places.pop(index, None) for index in params])
 
     @override
     def before_collect(self, in_round: bool) -> None:

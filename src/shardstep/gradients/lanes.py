@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from typing_extensions import override
 
 from shardstep.comm import Comm, Operation, Work
 from shardstep.comm.spans import span
-from shardstep.gradients.feeders import Feeder
-from shardstep.gradients.used import UsedParams
+from shardstep.gradients.feeders import Taken
 from shardstep.params.sharded_params import ShardedParams
 from shardstep.params.storage import flat
 from shardstep.plan import (
@@ -20,7 +20,6 @@ from shardstep.plan import (
     Bucket,
     Interval,
     Message,
-    Piece,
     ShardPlan,
     messages_of,
     pool_sizes,
@@ -37,11 +36,29 @@ class _Packing:
         buffer: where gradients are packed, in the wire dtype; every POOL-th message shares it.
         parts: of each gradient its number in the lane, the elements that travel here (None for
             all), and their place in `buffer`.
+        own: the part of this rank's segment that it brings.
     """
 
     message: Message
     buffer: torch.Tensor
     parts: list[tuple[int, slice | None, torch.Tensor]]
+    own: slice
+
+
+class _Own(NamedTuple):
+    """This rank's piece of one parameter of a lane.
+
+    Attributes:
+        param: the number of the parameter.
+        number: its number in the lane.
+        elements: the elements of it; None for all.
+        form: the shape, the strides and the offset of its gradient in the shard.
+    """
+
+    param: int
+    number: int
+    elements: slice | None
+    form: tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 @dataclass(slots=True)
@@ -60,7 +77,7 @@ class Lane:
 
     bucket: Bucket
     params: list[int]
-    pieces: list[Piece]
+    pieces: list[_Own]
     like: torch.Tensor
     numel: int
     packings: list[_Packing]
@@ -88,7 +105,9 @@ class Lanes:
         self._plan = params.plan
         self._lanes = _make_lanes(params.plan, params.params, comm.group_rank, precision)
         self.number_of = {p: number for number, lane in enumerate(self._lanes) for p in lane.params}
-        self._pieces = {piece.param: piece for lane in self._lanes for piece in lane.pieces}
+        self._forms = {piece.param: piece.form for lane in self._lanes for piece in lane.pieces}
+        # The parameters of which this rank has a piece.
+        self.held = set(self._forms)
         # Reduced gradients that lie elsewhere than in the shard of their lane.
         self._elsewhere: dict[int, torch.Tensor] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -99,16 +118,6 @@ class Lanes:
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes)
-
-    @property
-    def sizes(self) -> list[int]:
-        """The number of parameters in each lane."""
-        return [len(lane.params) for lane in self._lanes]
-
-    @property
-    def held(self) -> set[int]:
-        """The parameters of which this rank has a piece."""
-        return set(self._pieces)
 
     def nbytes(self, lent: bool = False) -> int:
         """Return the bytes of all shards; with `lent` memory, of those that do not fit into it."""
@@ -128,38 +137,18 @@ class Lanes:
         """Return this rank's part of a reduced gradient; None if it has none."""
         if param in self._elsewhere:
             return self._elsewhere[param]
-        lane = self._lanes[self.number_of[param]]
-        piece = self._pieces.get(param)
-        return None if lane.shard is None or piece is None else self._view(lane, lane.shard, piece)
+        shard = self._lanes[self.number_of[param]].shard
+        form = self._forms.get(param)
+        return None if shard is None or form is None else shard.as_strided(*form)
 
-    def _view(self, lane: Lane, shard: torch.Tensor, piece: Piece) -> torch.Tensor:
-        start = piece.bucket_offset - lane.bucket.segment(piece.group_rank).start
-        if piece.entire:
-            spec = self._plan.specs[piece.param]
-            return shard.as_strided(spec.shape, spec.stride, start)
-        return shard[start : start + piece.param_interval.numel]
+    def send(self, lane: Lane, taken: Taken) -> None:
+        """Pack a bucket and launch its reduce-scatter. Called on every rank.
 
-    def launch(self, number: int, feeder: Feeder, used: UsedParams) -> None:
-        """Pack a bucket and launch its reduce-scatter. Called on every rank."""
-        lane = self._lanes[number]
-        with span("reduce", lane.bucket.index):
-            kept = feeder.kept(lane.params)
-            memory = [feeder.free_memory(piece.param) for piece in lane.pieces]
-            grads = feeder.take(lane.params)
-            used.add(i for i, grad in zip(lane.params, grads, strict=True) if grad is not None)
-            self._send(lane, list(map(_dense, grads)), kept, memory)
-
-    def _send(
-        self,
-        lane: Lane,
-        grads: Sequence[torch.Tensor | None],
-        kept: set[int],
-        memory: Sequence[torch.Tensor | None],
-    ) -> None:
-        """Send the gradients of a bucket; add them to those of `kept` parameters.
-
-        `memory` has room for the gradients of this rank's pieces, once they were sent.
+        The result is added to the earlier gradients of `taken.kept`. Once it is there, it moves to
+        `taken.memory`.
         """
+        grads = list(map(_dense, taken.grads))
+        kept, memory = taken.kept, taken.memory  # and not `taken`, which would keep the gradients
         if lane.shard is None:
             kept, lane.shard = set(), lane.new_shard()
             for piece in lane.pieces:
@@ -179,21 +168,21 @@ class Lanes:
             while len(self._in_flight) >= POOL:
                 self._wait_for_oldest()
             self._pack(lane, grads, packing)
-            message = packing.message
-            target = out[message.own(self._comm.group_rank).slice]
-            work = self._comm.reduce_scatter(packing.buffer, message.cuts, target)
+            cuts = packing.message.cuts
+            work = self._comm.reduce_scatter(packing.buffer, cuts, out[packing.own])
             end = arrive if packing is last else None
             self._in_flight.append(_InFlight(lane.bucket.index, work, end))
 
     def _move(self, lane: Lane, memory: Sequence[torch.Tensor | None]) -> None:
         """Move this rank's reduced gradients to `memory`, if there is room for all of them."""
         assert lane.shard is not None
-        places = [place for place in memory if place is not None]
-        if len(places) < len(memory) or any(p.dtype != lane.like.dtype for p in places):
+        places = [memory[piece.number] for piece in lane.pieces] if memory else []
+        fitting = [each for each in places if each is not None and each.dtype == lane.like.dtype]
+        if len(fitting) < len(lane.pieces):
             return
-        for piece, place in zip(lane.pieces, places, strict=True):
-            own = place if piece.entire else flat(place)[piece.param_interval.slice]
-            self._elsewhere[piece.param] = own.copy_(self._view(lane, lane.shard, piece))
+        for (param, _, elements, form), place in zip(lane.pieces, fitting, strict=True):
+            own = place if elements is None else flat(place)[elements]
+            self._elsewhere[param] = own.copy_(lane.shard.as_strided(*form))
         lane.shard = None
 
     def launch_zeros(self, first: int = 0) -> list[Work]:
@@ -202,7 +191,7 @@ class Lanes:
             self._comm.reduce_scatter(
                 torch.zeros_like(packing.buffer),
                 packing.message.cuts,
-                lane.new_shard()[packing.message.own(self._comm.group_rank).slice],
+                lane.new_shard()[packing.own],
             )
             for lane in self._lanes[first:]
             for packing in lane.packings
@@ -223,7 +212,7 @@ class Lanes:
                 grad = flat(grad, self._plan.specs[lane.params[number]].stride)[elements]
             sources.append(grad)
             targets.append(view)
-        if any(grad.itemsize > packing.buffer.itemsize for grad in sources):
+        if any(dtype.itemsize > packing.buffer.itemsize for dtype in {g.dtype for g in sources}):
             for grad, view in zip(sources, targets, strict=True):
                 view.copy_(grad * scale if grad.itemsize > view.itemsize else grad)
                 if grad.itemsize <= view.itemsize:
@@ -273,7 +262,7 @@ class Lanes:
         own = whole[cuts[self._comm.group_rank] : cuts[self._comm.group_rank + 1]]
         grad = self.grad(param)
         if grad is not None and own.numel():
-            own.copy_(flat(grad, spec.stride if self._pieces[param].entire else None))
+            own.copy_(flat(grad, spec.stride if grad.shape == spec.shape else None))
         self._comm.all_gather(whole, cuts, Operation.FULL).wait()
         return whole.as_strided(spec.shape, spec.stride)
 
@@ -282,15 +271,9 @@ class SoloLanes(Lanes):
     """The lanes of a single rank: nothing travels, and gradients are kept as they are."""
 
     @override
-    def _send(
-        self,
-        lane: Lane,
-        grads: Sequence[torch.Tensor | None],
-        kept: set[int],
-        memory: Sequence[torch.Tensor | None],
-    ) -> None:
-        for param, grad in zip(lane.params, grads, strict=True):
-            held = self._elsewhere.get(param) if param in kept else None
+    def send(self, lane: Lane, taken: Taken) -> None:
+        for param, grad in zip(lane.params, map(_dense, taken.grads), strict=True):
+            held = self._elsewhere.get(param) if param in taken.kept else None
             if grad is None:
                 if held is None:
                     self._elsewhere.pop(param, None)
@@ -327,19 +310,34 @@ def _make_lanes(
             if place not in pool:
                 pool[place] = torch.zeros(sizes[place], dtype=torch.uint8, device=device)
             buffer = pool[place][: message.numel * wire.itemsize].view(wire)
-            packings.append(_Packing(message, buffer, _parts(plan, message, buffer)))
+            own = message.own(group_rank).slice
+            packings.append(_Packing(message, buffer, _parts(plan, message, buffer), own))
             number += 1
         lanes.append(
             Lane(
                 bucket,
                 [slot.param for slot in bucket.slots],
-                list(bucket.pieces(group_rank)),
+                _own_pieces(plan, bucket, group_rank),
                 torch.empty(0, dtype=precision.step_dtype(bucket.dtype), device=device),
                 bucket.segment(group_rank).numel,
                 packings,
             )
         )
     return lanes
+
+
+def _own_pieces(plan: ShardPlan, bucket: Bucket, group_rank: int) -> list[_Own]:
+    """Return a rank's pieces of a bucket, and the places of their gradients in its shard."""
+    number_of = {slot.param: number for number, slot in enumerate(bucket.slots)}
+    found = []
+    for piece in bucket.pieces(group_rank):
+        spec, start = plan.specs[piece.param], piece.bucket_offset - bucket.cuts[group_rank]
+        elements = None if piece.entire else piece.param_interval.slice
+        form = (spec.shape, spec.stride, start)
+        if elements is not None:
+            form = ((piece.param_interval.numel,), (1,), start)
+        found.append(_Own(piece.param, number_of[piece.param], elements, form))
+    return found
 
 
 def _parts(

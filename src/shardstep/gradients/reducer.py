@@ -18,11 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import takewhile
+from types import NoneType
 
 import torch
 from typing_extensions import override
 
 from shardstep.comm import Comm
+from shardstep.comm.spans import span
 from shardstep.gradients.base import at_end_of_backward
 from shardstep.gradients.feeders import Announce, Feeder
 from shardstep.gradients.lanes import lanes
@@ -46,10 +48,9 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class _Round:
-    """One pass over all buckets: which gradients have come, how many lanes and notes have left."""
+    """One pass over all buckets: gradients that each lane waits for, lanes and notes that left."""
 
-    missing: list[int]
-    come: set[int]
+    missing: list[set[int]]
     launched: int = 0
     told: bool = False
 
@@ -98,6 +99,7 @@ class GradReducer(ShardScaling):
             for index in self.trained
         }
         self.lanes = lanes(comm, params, precision)
+        self._order = list(self.lanes)
         device = self.params[self.trained[0]].device if self.trained else torch.device("cpu")
         self._used = UsedParams(comm, self.trained, device, notes)
         self._phase = Phase.OWED
@@ -105,7 +107,7 @@ class GradReducer(ShardScaling):
         # Whether a round has ended since the last step.
         self._fresh = False
         self._in_backward = False
-        self._paused = False
+        self.paused = False
         self._norms = {}
         feeder.attach(self)
 
@@ -117,35 +119,34 @@ class GradReducer(ShardScaling):
     # ---------------------------------------------------------------------------------- a round
 
     def gradient_ready(self, param: int) -> None:
-        """Count in the gradient that autograd left in `param.grad`."""
+        """Count a gradient in, and launch its bucket if that was the last."""
         # Models over several devices run their backward in several threads.
         with self._lock:
-            if self._paused:
+            if self.paused:
                 self._feeder.hold_back(param)
-            else:
-                self.arrived(param)
-
-    def arrived(self, param: int) -> None:
-        """Count a gradient in, and launch its bucket if that was the last."""
-        lane = self.lanes.number_of[param]
-        current = self._round
-        if current is None:
-            self._feeder.gradients()
-            self._announce("round", list)
-            current = self._begin_round()
-        if param in current.come:
-            if lane < current.launched:
+                return
+            current = self._round
+            if current is None:
+                self._feeder.grad_types()  # raises if one is wrong
+                self._announce("round", list)
+                current = self._begin_round()
+            lane = self.lanes.number_of[param]
+            missing = current.missing[lane]
+            if param in missing:
+                missing.remove(param)
+                if not missing and self._overlap and self._is_next():
+                    self._launch_complete(current)
+            elif lane < current.launched:
                 raise RuntimeError(
                     f"the gradient of parameter {self._plan.specs[param].name!r} came twice in "
                     "one backward pass, the second time after it was sent; if the model uses "
                     "activation checkpointing, pass use_reentrant=False"
                 )
-            return
-        current.come.add(param)
-        current.missing[lane] -= 1
-        if self._overlap and not current.missing[lane] and self._is_next():
-            while current.launched < len(self.lanes) and not current.missing[current.launched]:
-                self._launch(current)
+
+    def _launch_complete(self, current: _Round) -> None:
+        """Launch the next buckets, up to the first that waits for a gradient."""
+        while current.launched < len(self._order) and not current.missing[current.launched]:
+            self._launch(current)
 
     def _is_next(self) -> bool:
         """Return whether the reducers that this backward pass reached before have sent all.
@@ -160,9 +161,14 @@ class GradReducer(ShardScaling):
 
     def _launch(self, current: _Round) -> None:
         """Launch the next bucket, complete or not, and the note behind the last."""
+        lane = self._order[current.launched]
         current.launched += 1
-        self.lanes.launch(current.launched - 1, self._feeder, self._used)
-        if current.launched == len(self.lanes):
+        with span("reduce", lane.bucket.index):
+            taken = self._feeder.take(lane.params)
+            pairs = zip(lane.params, taken.grads, strict=True)
+            self._used.clear(taken.cleared, [i for i, grad in pairs if grad is not None])
+            self.lanes.send(lane, taken)
+        if current.launched == len(self._order):
             self._tell(current)
 
     def _tell(self, current: _Round) -> None:
@@ -180,7 +186,7 @@ class GradReducer(ShardScaling):
         checkpointing, end earlier.
         """
         with self._lock:
-            if not self._in_backward and not self._paused:
+            if not self._in_backward and not self.paused:
                 self._in_backward = True
                 _reached[self] = None
                 at_end_of_backward(self._end_backward)
@@ -209,13 +215,14 @@ class GradReducer(ShardScaling):
     def _begin_round(self) -> _Round:
         self.lanes.wait()
         self._norms.clear()
-        self._notes.kept = len(self._feeder.kept(self.trained))
-        if not self._notes.kept:
+        self._notes.kept = len(self._feeder.kept())
+        if self._notes.kept:
+            self._used.fold()
+        else:
             self._forget_all()
-        self._used.fold()
         if self._phase is Phase.COLLECTED:
             self._phase = Phase.REDUCED
-        current = self._round = _Round(self.lanes.sizes, set())
+        current = self._round = _Round([set(lane.params) for lane in self._order])
         if not self._in_backward and self._feeder.ends_with_backward:
             # A round that was given up is no longer the current one.
             at_end_of_backward(
@@ -225,12 +232,12 @@ class GradReducer(ShardScaling):
 
     def _finish_round(self, current: _Round) -> None:
         with self._lock:
-            while current.launched < len(self.lanes):
+            while current.launched < len(self._order):
                 self._launch(current)
             if not current.told:
                 self._tell(current)
             self._round, self._fresh = None, True
-            self._phase = Phase.OWED if self._paused else Phase.REDUCED
+            self._phase = Phase.OWED if self.paused else Phase.REDUCED
 
     # ----------------------------------------------------------------------------- between rounds
 
@@ -243,22 +250,17 @@ class GradReducer(ShardScaling):
                 "before going on"
             )
 
-    @property
-    @override
-    def paused(self) -> bool:
-        return self._paused
-
     @override
     def pause(self) -> None:
         self._feeder.pause()
-        self._paused = True
+        self.paused = True
         # Set here and not when a gradient comes: the same on every rank, whatever its data.
         self._phase = Phase.OWED
 
     @override
     def resume(self) -> None:
-        if self._paused:  # and not detached meanwhile
-            self._paused = False
+        if self.paused:  # and not detached meanwhile
+            self.paused = False
             self._feeder.resume()
 
     @override
@@ -271,23 +273,22 @@ class GradReducer(ShardScaling):
         """
         self._feeder.before_collect(self._round is not None)
         self._finish_interrupted()
-        grads = self._feeder.gradients()
-        replaced = any(grad is not None and not isinstance(grad, ShardedGrad) for grad in grads)
+        types = self._feeder.grad_types()
+        replaced = not types <= {ShardedGrad, NoneType}
         if replaced or self._phase is not Phase.COLLECTED:
-            held = any(grad is not None for grad in grads)
-            if self._phase is Phase.OWED or replaced or not held:
+            if self._phase is Phase.OWED or replaced or not types - {NoneType}:
                 self._announce("round", list)
                 self.shadow_round()
-                grads = self._feeder.gradients()
+                types = self._feeder.grad_types()
             self.lanes.wait()
             used = self._used.among(self.lanes.held)
             for param, tensor in self._pieces:
                 tensor.grad = self.lanes.grad(param) if param in used else None
-            if not self._paused:
+            if not self.paused:
                 self._phase = Phase.COLLECTED
-            if self._used.nowhere():
+            if not used and self._used.nowhere():
                 self._drop()  # as for any optimizer, a parameter without gradient has None
-        if any(grad is None for grad in grads):
+        if NoneType in types:
             # The user has cleared some by hand, for this step to leave those parameters alone.
             for param, tensor in self._pieces:
                 if self.params[param].grad is None:
@@ -350,9 +351,9 @@ class GradReducer(ShardScaling):
         """Set the gradients of these parameters to zero, on this rank's pieces of them."""
         self._feeder.check_zeroing()
         self.lanes.wait()
-        self._used.zero(self._feeder.kept(params))
+        self._used.zero(self._feeder.kept().intersection(params))
         for index in params:
-            accumulated = self.placeholders[index].take_incoming()
+            accumulated = self.placeholders[index].incoming
             if accumulated is not None:
                 # A gradient of zero still is one: the parameter is stepped on.
                 self.placeholders[index].incoming = torch.zeros_like(accumulated)
@@ -379,7 +380,7 @@ class GradReducer(ShardScaling):
     @override
     def detach(self) -> None:
         self.zero(set_to_none=True)
-        self._paused = False
+        self.paused = False
         self._feeder.detach()
 
     @override
@@ -397,11 +398,11 @@ class GradReducer(ShardScaling):
 
     def kept(self) -> list[int]:
         """Return the parameters whose gradient was sent and not cleared: equal on every rank."""
-        return sorted(self._feeder.kept(self.trained))
+        return sorted(self._feeder.kept())
 
     def keep(self, params: Sequence[int]) -> None:
         """Clear the reduced gradients of all other parameters, as ranks that have data did."""
-        for index in self._feeder.kept(self.trained).difference(params):
+        for index in self._feeder.kept().difference(params):
             self.params[index].grad = None
 
 

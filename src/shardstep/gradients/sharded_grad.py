@@ -91,11 +91,6 @@ class ShardedGrad(torch.Tensor):
             )
         return keeper
 
-    def take_incoming(self) -> torch.Tensor | None:
-        """Return what autograd has added since the last call, and drop it here."""
-        incoming, self.incoming = self.incoming, None
-        return incoming
-
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedGrad({self.param_name!r}, shape={tuple(self.shape)})"
 

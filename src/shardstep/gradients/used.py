@@ -84,20 +84,17 @@ class UsedParams:
         # The first entry that counts, for parameters whose gradient was cleared in between.
         self._cleared_at: dict[int, int] = {}
 
-    def add(self, params: Iterable[int]) -> None:
-        """Note that these had a gradient on this rank."""
-        self._here.update(params)
-
     def zero(self, params: set[int]) -> None:
         """Note that these were set to zero; count each once between two rounds."""
         self._notes.zeroed += len(params - self._zeroed)
         self._zeroed |= params
 
-    def clear(self, params: Iterable[int]) -> None:
-        """Forget every earlier gradient of `params`."""
+    def clear(self, params: Iterable[int], now_used: Iterable[int] = ()) -> None:
+        """Forget every earlier gradient of `params`; note that `now_used` have one on this rank."""
         self._here.difference_update(params)
         if self._told:
             self._cleared_at.update(dict.fromkeys(params, len(self._told)))
+        self._here.update(now_used)
 
     def clear_all(self) -> None:
         """Forget every gradient."""
