@@ -25,8 +25,7 @@ from shardstep.checkpoint.files import CheckpointError, Digest, check_file, read
 from shardstep.checkpoint.manifest import Manifest
 from shardstep.checkpoint.safetensors import MAX_HEADER_NBYTES
 from shardstep.plan import Box, overlap
-from shardstep.state.limits import is_counts, is_sizes
-from shardstep.state.tree import Leaf, Node, dtype_named, leaves, name_of
+from shardstep.state.tree import Leaf, Node, dtype_named, is_counts, is_sizes, leaves, name_of
 
 K = TypeVar("K")
 

@@ -33,8 +33,7 @@ from shardstep.local.multi_class import CLASS_KEY, MultiClass, parts_of
 from shardstep.params.groups import group_ranges
 from shardstep.params.storage import flat
 from shardstep.plan import Interval, ParamSpec, boxes
-from shardstep.state.missing_state import warn_of_missing_state
-from shardstep.state.torch_dict import install
+from shardstep.state.torch_dict import install, warn_of_missing_state
 from shardstep.state.tree import Leaf, wrappers
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from shardstep.checkpoint.files import (
     status_of,
     write_text,
 )
-from shardstep.state.limits import MAX_NUMEL
+from shardstep.state.tree import MAX_NUMEL
 
 FORMAT = "shardstep checkpoint"
 VERSION = 1

@@ -31,7 +31,7 @@ from shardstep.local.multi_class import saved_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.groups import group_ranges
 from shardstep.params.names import names_in, shorten_list, unwrapped, unwrapped_name
-from shardstep.state.limits import STATE_NBYTES, STATE_RATIO, memory_nbytes
+from shardstep.state.tree import STATE_NBYTES, STATE_RATIO, memory_nbytes
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer

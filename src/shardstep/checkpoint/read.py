@@ -17,8 +17,7 @@ from shardstep.checkpoint.format import Contents, Stored, Tree, read_contents
 from shardstep.checkpoint.manifest import Manifest, read_manifest
 from shardstep.checkpoint.safetensors import File
 from shardstep.plan import Box, contiguous
-from shardstep.state.limits import memory_nbytes
-from shardstep.state.tree import Leaf, decode, wrap
+from shardstep.state.tree import Leaf, decode, memory_nbytes, wrap
 
 MAX_OPEN = 128
 """Files open at a time: a process may open a thousand, and a checkpoint may have more."""

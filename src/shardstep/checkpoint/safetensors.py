@@ -34,7 +34,7 @@ from shardstep.checkpoint.files import (
 )
 from shardstep.params.storage import flat
 from shardstep.plan import Box, Interval, boxes, contiguous
-from shardstep.state.limits import is_counts, is_sizes
+from shardstep.state.tree import is_counts, is_sizes
 
 CHUNK_NBYTES = 16 * 2**20
 MAX_HEADER_NBYTES = 100 * 2**20

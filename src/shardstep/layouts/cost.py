@@ -11,14 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardstep.layouts.recipe import OptimizerRecipe
-from shardstep.local.sandbox import sandbox
-from shardstep.local.train_eval import start_training
+from shardstep.layouts.state_size import STEPS, try_state
 from shardstep.params.inputs import unwrap_partial
-
-STEPS = 2
-"""Steps to average over, since the first may differ."""
-
-_META = torch.device("meta")
 
 
 def step_cost(recipe: OptimizerRecipe, shape: tuple[int, ...]) -> int:
@@ -45,15 +39,9 @@ def newton_schulz(shape: tuple[int, ...], steps: int) -> int:
 
 def count(recipe: OptimizerRecipe, shape: tuple[int, ...]) -> int:
     """Count the operations of the matrix products in a step on a parameter of this shape."""
-    cpu = torch.device("cpu")
-    with sandbox(recipe.optimizer_class, cpu), FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         try:
-            param = torch.nn.Parameter(torch.empty(shape, device=_META))
-            opt = recipe.make([[param]], cpu)
-            start_training(opt)
-            for _ in range(STEPS):
-                param.grad = torch.empty(shape, device=_META)
-                opt.step()
+            try_state(recipe, shape, torch.float32, torch.device("meta"))
         except Exception:
             return 0  # it reads values, which meta tensors do not have
     return int(counter.get_total_flops()) // STEPS

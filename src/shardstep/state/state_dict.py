@@ -19,9 +19,14 @@ from shardstep.comm.consensus import check_same_on_all_ranks
 from shardstep.local.multi_class import extras
 from shardstep.plan import ShardPlan
 from shardstep.state.exchange import move_state
-from shardstep.state.missing_state import warn_of_missing_state
 from shardstep.state.named_dict import numbered
-from shardstep.state.torch_dict import load_share, masters_in, match_params, pack_groups
+from shardstep.state.torch_dict import (
+    load_share,
+    masters_in,
+    match_params,
+    pack_groups,
+    warn_of_missing_state,
+)
 from shardstep.state.view import ShardView
 
 StateDict = dict[str, Any]

@@ -1,9 +1,13 @@
-"""Pack groups into a `torch.optim` state dict, and load one rank's share of a full dict."""
+"""Pack groups into a `torch.optim` state dict, and load one rank's share of a full dict.
+
+A load warns of trainable parameters without state: these would resume from zero.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from shardstep.layouts.known_classes import ELEMENT_WISE
 from shardstep.local.multi_class import MultiClass, of_one_class, parts_of
 from shardstep.params.dtensor import local_part
 from shardstep.params.groups import group_ranges, rename_params
+from shardstep.params.names import shorten_list
 from shardstep.params.storage import flat
 from shardstep.plan import Interval, ParamSpec
 from shardstep.state.tree import own_copy
@@ -192,3 +197,38 @@ def _recast(loaded: Any, saved: Any, cast: torch.dtype | None) -> Any:
     items, structure = tree_flatten(saved)
     # Leaf by leaf, since loading changes the classes of dicts and the lengths of deques.
     return tree_unflatten(map(choose, tree_leaves(loaded), items), structure)
+
+
+def warn_of_missing_state(shards: ShardView, present: Collection[int]) -> None:
+    """Warn of trainable parameters that have no state although their optimizer keeps some.
+
+    Other parameters of the group show that the optimizer keeps state. If none has any, a rank steps
+    on a copy of its smallest piece of the group to find out.
+    """
+    plan = shards.plan
+    trainable = [index for index, spec in enumerate(plan.specs) if spec.trainable]
+    lacking = {index for index in trainable if index not in present}
+    keeping = {plan.specs[index].group for index in present}
+    smallest: dict[int, int] = {}
+    held = shards.held
+    for index in sorted(lacking & held.keys(), key=lambda index: (held[index].numel, index)):
+        if plan.specs[index].group not in keeping:
+            smallest.setdefault(plan.specs[index].group, index)
+    if smallest:
+        try:
+            tried: Collection[int] = shards.local.rehearse(smallest.values())[0]
+        except Exception:  # a step on zero gradients may fail in any way
+            tried = smallest.values()
+        keeping |= {plan.specs[index].group for index in tried}
+    missed = [index for index in sorted(lacking) if plan.specs[index].group in keeping]
+    if not missed:
+        return
+    if len(lacking) == len(trainable):
+        message = "the loaded state is empty: this resumes from zero"
+    else:
+        names = shorten_list(plan.specs[index].name for index in missed)
+        message = (
+            f"the loaded state has nothing for {len(missed)} of {len(trainable)} trainable "
+            f"parameters ({names}): these resume from zero"
+        )
+    warnings.warn(message, UserWarning, stacklevel=5)

@@ -14,7 +14,9 @@ parameter without state, not one whose step counter says 1.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -23,19 +25,19 @@ from torch.optim import Optimizer
 
 from shardstep.checkpoint.dcp.placeholder import Placeholder
 from shardstep.checkpoint.dcp.portable import contains, from_portable, to_portable
-from shardstep.checkpoint.dcp.survey import GlobalState, ParamState, survey_state
 from shardstep.checkpoint.inputs import named_params, unwrapped_optimizer
+from shardstep.comm import Comm, all_gather_json
 from shardstep.comm.consensus import check_same_on_all_ranks
-from shardstep.local.multi_class import extras
+from shardstep.local.multi_class import extras, optimizer_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.groups import rename_params
 from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Interval
-from shardstep.state.missing_state import warn_of_missing_state
+from shardstep.state.exchange import Kept, survey
 from shardstep.state.named_dict import numbered
 from shardstep.state.state_dict import run_load_hooks, run_state_dict_hooks
-from shardstep.state.torch_dict import KNOWN_KEYS, install, pack_groups
-from shardstep.state.tree import Leaf, decode
+from shardstep.state.torch_dict import KNOWN_KEYS, install, pack_groups, warn_of_missing_state
+from shardstep.state.tree import Leaf, Node, decode, encode, leaves
 from shardstep.state.view import ShardView
 
 if TYPE_CHECKING:
@@ -270,3 +272,67 @@ def _names(optimizer: ZeroRedundancyOptimizer) -> list[str]:
         return names
     # Two models that are trained together: only positions tell their parameters apart.
     return given if len(set(given)) == len(given) else [f"param {i}" for i in range(len(given))]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamState:
+    """The structure of one parameter's state, and this rank's tensors of it, in order."""
+
+    kept: Kept
+    started: bool  # or it would exist after a step
+    tensors: Sequence[torch.Tensor]  # empty if this rank holds nothing of the parameter
+
+
+GlobalState = tuple[Node, bool]
+"""The structure of state of no parameter, and whether it is started."""
+
+
+def survey_state(shards: ShardView) -> tuple[dict[int, ParamState], dict[Any, GlobalState]]:
+    """Return the structure of all state, by parameter number and by key. Called on every rank."""
+    comm, plan = shards.comm, shards.plan
+    states = {index: state for index, state in shards.local.states().items() if state}
+    kept, tensors = survey(comm, plan, states)
+    found = {index: ParamState(each, True, tensors.get(index, ())) for index, each in kept.items()}
+    lacking = [i for i, spec in enumerate(plan.specs) if spec.trainable and i not in kept]
+    expected: dict[Any, Any] = {}
+    if lacking:
+        rehearsed: dict[int, Any] = {}
+        failure = None
+        try:
+            rehearsed, expected = shards.local.rehearse(lacking)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        failures = {rank: why for rank, why in enumerate(all_gather_json(comm, failure)) if why}
+        if failures and not found:
+            rank, failure = next(iter(failures.items()))
+            raise RuntimeError(
+                f"rank {comm.group_rank}: this optimizer has no state yet, and its structure is "
+                f"unknown: a step of {optimizer_name(shards.optim)} on copies with zero gradients "
+                f"failed on rank {rank} ({failure}); take one step first, or load a full "
+                "state dict with optimizer.load_state_dict()"
+            )
+        if not failures:
+            kept, tensors = survey(comm, plan, rehearsed)
+            for index, each in kept.items():
+                found[index] = ParamState(each, False, tensors.get(index, ()))
+    return found, _survey_global_state(comm, shards.local.global_state(), expected)
+
+
+def _survey_global_state(
+    comm: Comm, existing: Mapping[Any, Any], expected: Mapping[Any, Any]
+) -> dict[Any, GlobalState]:
+    def make() -> tuple[dict[Any, GlobalState], list[str]]:
+        found = {}
+        lines = []
+        for key, value in {**expected, **existing}.items():
+            node, _ = encode(value, str(key))
+            if any(leaf.data is None for leaf in leaves(node)):
+                raise RuntimeError(
+                    f"state {key!r} belongs to no parameter and is too large to compare between "
+                    "ranks; save this optimizer with consolidate_state_dict() and state_dict()"
+                )
+            found[key] = (node, key in existing)
+            lines.append(f"state {key!r}, of no parameter: {json.dumps(node)}")
+        return found, lines
+
+    return check_same_on_all_ranks(comm, "describing the optimizer state", make)
