@@ -23,8 +23,7 @@ from torch import optim
 
 from shardstep import checkpoint as ckpt
 from shardstep.checkpoint import safetensors
-from shardstep.checkpoint.files import digest_of
-from shardstep.checkpoint.manifest import read_manifest
+from shardstep.checkpoint.files import digest_of, read_manifest
 from shardstep.checkpoint.safetensors import Streamed
 
 WRITTEN = (("AdamW", "sliced", 3), ("SGD", "whole", 2), ("Adafactor", "whole", 3))

@@ -16,7 +16,7 @@ from ranks import raises_on_every_rank, run_ranks
 from torch import distributed as dist
 
 from shardstep import checkpoint as ckpt
-from shardstep.checkpoint.manifest import continue_run, run_id
+from shardstep.checkpoint.files import continue_run, run_id
 
 
 def save(parent: Path, *steps: int) -> None:

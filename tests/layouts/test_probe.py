@@ -22,7 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from toy_optimizers import Simple
 
-from shardstep.layouts.known_classes import ELEMENT_WISE as KNOWN
+from shardstep.layouts.choose import ELEMENT_WISE as KNOWN
 from shardstep.layouts.probe import Verdict
 from shardstep.layouts.probe import probe as probe_recipe
 from shardstep.layouts.recipe import OptimizerRecipe

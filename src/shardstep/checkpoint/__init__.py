@@ -1,6 +1,6 @@
 """Atomic checkpoints that load at any world size and layout, and run no code.
 
-Reading order: `files`, `safetensors`, `manifest`, `format` and `staging` (on disk); `inputs`,
+Reading order: `files`, `safetensors`, `format` and `staging` (on disk); `inputs`,
 `file_layout`, `write` and `save`; `read`, `match`, `load` and `resume`. Without ranks: `offline`.
 For `torch.distributed.checkpoint`: `dcp`. `shardstep.state` turns state into text and tensors.
 """

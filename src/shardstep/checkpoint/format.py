@@ -21,8 +21,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardstep.checkpoint.files import CheckpointError, Digest, check_file, read_json, require
-from shardstep.checkpoint.manifest import Manifest
+from shardstep.checkpoint.files import (
+    CheckpointError,
+    Digest,
+    Manifest,
+    check_file,
+    read_json,
+    require,
+)
 from shardstep.checkpoint.safetensors import MAX_HEADER_NBYTES
 from shardstep.plan import Box, overlap
 from shardstep.state.tree import Leaf, Node, dtype_named, is_counts, is_sizes, leaves, name_of

@@ -12,9 +12,16 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.files import CheckpointError, Progress, check_file, no_progress, require
+from shardstep.checkpoint.files import (
+    CheckpointError,
+    Manifest,
+    Progress,
+    check_file,
+    no_progress,
+    read_manifest,
+    require,
+)
 from shardstep.checkpoint.format import Contents, Stored, Tree, read_contents
-from shardstep.checkpoint.manifest import Manifest, read_manifest
 from shardstep.checkpoint.safetensors import File
 from shardstep.plan import Box, contiguous
 from shardstep.state.tree import Leaf, decode, memory_nbytes, wrap

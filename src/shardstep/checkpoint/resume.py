@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardstep.checkpoint.files import CheckpointError
+from shardstep.checkpoint.files import CheckpointError, continue_run, read_manifest
 from shardstep.checkpoint.inputs import comm_of
 from shardstep.checkpoint.load import Loaded, load
-from shardstep.checkpoint.manifest import continue_run, read_manifest
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.staging import find_checkpoints
 from shardstep.comm.consensus import run_on_all_ranks

@@ -21,20 +21,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardstep.checkpoint.files import (
-    CheckpointError,
-    Digest,
-    length_of,
-    reading,
-    require,
-    status_of,
-    sync_folder,
-)
-from shardstep.checkpoint.manifest import (
     FILE_NAME,
     MANIFEST,
+    CheckpointError,
+    Digest,
     Manifest,
+    length_of,
     read_manifest,
+    reading,
+    require,
     run_id,
+    status_of,
+    sync_folder,
     write_manifest,
 )
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal as show_nbytes
+from rich.table import Table
+from rich.text import Text
 
 from shardstep import checkpoint as ckpt
-from shardstep.cli.checkpoint_tables import listing_report, summary_report
+from shardstep.checkpoint.offline.export import Form
 from shardstep.cli.errors import printable, reporting
 from shardstep.cli.flags import App
 from shardstep.cli.units import parse_nbytes
+from shardstep.plan import Layout
 
 app = App(help="Inspect, verify, reshard, export and import checkpoints.")
 
@@ -26,19 +30,8 @@ NoVerify = Annotated[
 ]
 
 
-class Layout(StrEnum):
-    """A layout."""
-
-    sliced = "sliced"
-    whole = "whole"
-
-
-class Form(StrEnum):
-    """A format to export to."""
-
-    torch = "torch"
-    torch_named = "torch-named"
-    safetensors = "safetensors"
+MAX_NAMES = 5
+MAX_WIDTH = 60
 
 
 def _say(as_json: bool, text: str, **values: object) -> None:
@@ -63,12 +56,9 @@ def inspect(
     or its length or header is wrong; `verify` compares digests too.
     """
     with reporting():
-        if ckpt.is_checkpoint(path):
-            said = ckpt.summary(path, tensors=tensors)
-            report = summary_report(said)
-        else:
-            said = ckpt.listing(path)
-            report = listing_report(said)
+        single = ckpt.is_checkpoint(path)
+        said = ckpt.summary(path, tensors=tensors) if single else ckpt.listing(path)
+        report = _summary_report(said) if single else _listing_report(said)
         if as_json:
             typer.echo(json.dumps(said, indent=2))
         else:
@@ -113,14 +103,7 @@ def reshard(
     others it is the newest.
     """
     with reporting() as stages:
-        made = ckpt.reshard(
-            path,
-            out,
-            ranks,
-            None if layout is None else layout.value,
-            verify=not no_verify,
-            stages=stages,
-        )
+        made = ckpt.reshard(path, out, ranks, layout, verify=not no_verify, stages=stages)
     _say(as_json, f"wrote {printable(made)}", path=str(made))
 
 
@@ -131,7 +114,7 @@ def export(
         Path,
         typer.Argument(metavar="OUT", help="The file to make; for safetensors, the folder."),
     ],
-    to: Annotated[Form, typer.Option("--to", help="The format.")] = Form.torch,
+    to: Annotated[Form, typer.Option("--to", help="The format.")] = "torch",
     model_only: Annotated[
         bool, typer.Option("--model-only", help="The model's state dict alone.")
     ] = False,
@@ -169,7 +152,7 @@ def export(
         made = ckpt.export(
             path,
             out,
-            to.value,
+            to,
             part="model" if model_only else "optimizer" if optimizer_only else "all",
             max_shard_nbytes=max_shard_size,
             verify=not no_verify,
@@ -231,3 +214,131 @@ def import_(
             stages=stages,
         )
     _say(as_json, f"wrote {printable(made)}", path=str(made))
+
+
+# ------------------------------------------------------------------------------------ tables
+
+# Anyone may have written the files: text from them is never markup, and control characters are
+# escaped.
+
+
+def _summary_report(said: Mapping[str, Any]) -> RenderableType:
+    """Lay out a description that `checkpoint.summary` returned."""
+    facts = Table(box=box.SIMPLE, show_header=False, title=_text(said["path"]))
+    facts.title_justify = "left"
+    facts.add_column(style="bold", no_wrap=True)
+    for name, value in _facts(said):
+        facts.add_row(name, _text(value))
+    parts: list[RenderableType] = [facts]
+    if said["optimizer"] is not None:
+        groups = _table("group>", "parameters>", "elements>", "options")
+        for number, group in enumerate(said["optimizer"]["groups"]):
+            options = ", ".join(f"{key}={_short(value)}" for key, value in group["options"].items())
+            counts = (f"{group[key]:,}" for key in ("parameters", "elements"))
+            groups.add_row(str(number), *counts, _text(options))
+        parts.append(groups)
+    files = _table("file", "bytes>")
+    for name, nbytes in said["files"].items():
+        files.add_row(_text(name), f"{nbytes:,}")
+    parts.append(files)
+    if "tensors" in said:
+        tensors = _table("tensor", "dtype", "shape", "bytes>", "chunks>", "files")
+        for each in said["tensors"]:
+            names = {chunk["file"].removesuffix(".safetensors") for chunk in each["chunks"]}
+            numbers = (f"{each['nbytes']:,}", str(len(each["chunks"])))
+            form = (each["dtype"], str(each["shape"]))
+            tensors.add_row(_text(each["name"]), *form, *numbers, _text(_first_few(sorted(names))))
+        parts.append(tensors)
+    return Group(*parts)
+
+
+def _listing_report(said: Mapping[str, Any]) -> RenderableType:
+    """Lay out a description that `checkpoint.listing` returned."""
+    table = _table("checkpoint", "saved at", "size>", "ranks>", "")
+    table.title, table.title_justify = _text(said["path"]), "left"
+    for entry in said["checkpoints"]:
+        table.add_row(
+            _text(_last(entry["path"])),
+            entry["saved_at"],
+            show_nbytes(entry["nbytes"]),
+            _text(entry["made_by"].get("world_size", "?")),
+            "newest" if entry["newest"] else "",
+        )
+    lines = [f"{_last(each['path'])}: not complete: {each['why']}" for each in said["damaged"]]
+    for each in said["unfinished"]:
+        left = "left by a save that did not finish; the next save here removes it"
+        what = "a save is under way" if each["under_way"] else left
+        lines.append(f"{_last(each['path'])}: {what}")
+    return Group(table, *map(_text, lines))
+
+
+def _table(*columns: str) -> Table:
+    """Make a table; a column whose name ends with `>` has numbers."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in columns:
+        justify = "right" if name.endswith(">") else "left"
+        table.add_column(name.removesuffix(">"), justify=justify, overflow="fold")  # type: ignore[arg-type]
+    return table
+
+
+def _facts(said: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "what", f"{said['format']}, version {said['version']}"
+    yield "saved at", said["saved_at"]
+    yield "made by", _versions(said["made_by"])
+    origin = said["made_by"].get("cut_from")
+    if isinstance(origin, Mapping):
+        yield "resharded from", f"made by {_versions(origin)}"
+    optimizer, model, extra = said["optimizer"], said["model"], said["extra"]
+    if optimizer is not None:
+        stepped = "" if optimizer["stepped"] else ", before its first step"
+        yield "optimizer", f"{optimizer['class'] or 'of unknown class'}{stepped}"
+        named = "" if optimizer["named"] else ", known by number only"
+        yield (
+            "parameters",
+            f"{optimizer['parameters']:,} ({optimizer['trainable']:,} trainable, "
+            f"{optimizer['elements']:,} elements){named}",
+        )
+        yield "optimizer state", show_nbytes(optimizer["state_nbytes"])
+        if optimizer["without_state"]:
+            yield "without state", _first_few(optimizer["without_state"])
+    if model is not None:
+        further = len(model["aliases"])
+        aliases = f", {further} further name{'' if further == 1 else 's'}" if further else ""
+        yield (
+            "model",
+            f"{show_nbytes(model['nbytes'])} in {model['tensors']:,} tensors "
+            f"({model['elements']:,} elements, {', '.join(model['dtypes'])}){aliases}",
+        )
+    if extra is not None:
+        yield "extra", show_nbytes(extra["nbytes"])
+        value = extra["value"]
+        items = value.items() if isinstance(value, Mapping) else [("value", value)]
+        for key, item in list(items)[:20]:
+            yield f"  {printable(key)}", _short(item)
+    yield "all", show_nbytes(said["nbytes"])
+
+
+def _versions(made_by: Mapping[str, Any]) -> str:
+    known = [name for name in ("shardstep", "torch", "python") if name in made_by]
+    versions = ", ".join(f"{name} {made_by[name]}" for name in known) or "unknown versions"
+    ranks = made_by.get("world_size", "an unknown number of")
+    how = " (imported)" if made_by.get("imported") else ""
+    return f"{versions}, for {ranks} rank{'' if ranks == 1 else 's'}{how}"
+
+
+def _text(value: Any) -> Text:
+    return Text(printable(value))
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _first_few(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMES])
+    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
+
+
+def _short(value: Any) -> str:
+    text = printable(value)
+    return text if len(text) <= MAX_WIDTH else f"{text[:MAX_WIDTH]}…"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -32,21 +31,6 @@ METHODS: dict[str, tuple[str, Callable[[Job, int], Footprint]]] = {
 """A title and a function of the job and the number of ranks, by name in JSON."""
 
 COLUMNS = ("parameters", "gradients", "masters", "state", "buffers", "peak")
-
-
-class Backend(StrEnum):
-    """The backend of the process group."""
-
-    nccl = "nccl"
-    gloo = "gloo"
-
-
-class Layout(StrEnum):
-    """A layout, or the one that the class needs."""
-
-    auto = "auto"
-    sliced = "sliced"
-    whole = "whole"
 
 
 def _parse_ranks(text: str) -> list[int]:
@@ -98,10 +82,11 @@ def plan(
             help="bf16: with fp32 masters; bf16-stochastic: stochastic rounding instead; "
             "bf16-only: neither. own: the model's dtypes, with masters for 16 bits."
         ),
-    ] = Precision.own,
+    ] = "own",
     layout: Annotated[
-        Layout, typer.Option(help="auto: the layout that the class needs.")
-    ] = Layout.auto,
+        Literal["auto", "sliced", "whole"],
+        typer.Option(help="auto: the layout that the class needs."),
+    ] = "auto",
     ranks: Annotated[
         Any, typer.Option(parser=_parse_ranks, metavar="N,N,...", help="Numbers of ranks.")
     ] = "1,2,4,8,16,64",
@@ -117,8 +102,9 @@ def plan(
         ),
     ] = None,
     backend: Annotated[
-        Backend, typer.Option(help="Sets the default size of a bucket, which is larger over NCCL.")
-    ] = Backend.nccl,
+        Literal["nccl", "gloo"],
+        typer.Option(help="Sets the default size of a bucket, which is larger over NCCL."),
+    ] = "nccl",
     bucket_bytes: Annotated[
         Any,
         typer.Option(parser=parse_nbytes, metavar="BYTES", help="Size of a bucket, such as 25MiB."),
@@ -141,7 +127,7 @@ def plan(
     with reporting(f"planning with {optimizer}"):
         specs = _specs(name, factory, weights)
         job, reasons = make_job(
-            specs, optimizer, option or [], precision, layout.value, backend.value, bucket_bytes
+            specs, optimizer, option or [], precision, layout, backend, bucket_bytes
         )
         result = _predict(job, ranks, link, memory)
         result = {
@@ -151,7 +137,7 @@ def plan(
             "optimizer": optimizer,
             "precision": _precision(job),
             "layouts": reasons,
-            "backend": backend.value,
+            "backend": backend,
             "bucket_bytes": job.bucket_bytes,
             **result,
         }

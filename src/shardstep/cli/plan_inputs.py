@@ -7,10 +7,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,30 +24,15 @@ from shardstep.plan.methods import Job, block_of
 from shardstep.plan.plan import MIN_BUCKET_BYTES
 from shardstep.precision import MixedPrecision
 
+Precision = Literal["own", "fp32", "bf16", "bf16-stochastic", "bf16-only"]
+"""Dtype of the parameters, and masters."""
 
-class Precision(StrEnum):
-    """Dtype of the parameters, and masters."""
+_DTYPES = {"own": None, "fp32": torch.float32}  # of the parameters, if not bf16
 
-    own = "own"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    bf16_stochastic = "bf16-stochastic"
-    bf16_only = "bf16-only"
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype of the parameters; None for the model's own."""
-        if self is Precision.own:
-            return None
-        return torch.float32 if self is Precision.fp32 else torch.bfloat16
-
-    @property
-    def policy(self) -> MixedPrecision:
-        """The policy of the optimizer."""
-        if self in (Precision.own, Precision.fp32, Precision.bf16):
-            return MixedPrecision()
-        rounds = self is Precision.bf16_stochastic
-        return MixedPrecision(master_dtype=None, stochastic_rounding=rounds)
+_POLICIES = {
+    "bf16-stochastic": MixedPrecision(master_dtype=None, stochastic_rounding=True),
+    "bf16-only": MixedPrecision(master_dtype=None),
+}
 
 
 def import_model(path: str) -> list[ParamSpec]:
@@ -103,7 +87,7 @@ def make_job(
     specs = [
         replace(
             spec,
-            dtype=precision.dtype or spec.dtype,
+            dtype=_DTYPES.get(precision, torch.bfloat16) or spec.dtype,
             group=int(len(classes) > 1 and not (len(spec.shape) == 2 and block_of(spec.name))),
         )
         for spec in specs
@@ -118,7 +102,7 @@ def make_job(
     recipes = [OptimizerRecipe(classes[0]), OptimizerRecipe(classes[-1], defaults)]
     if len(classes) == 1:
         recipes = recipes[1:]
-    policy = precision.policy
+    policy = _POLICIES.get(precision, MixedPrecision())
     layouts = Layouts(layout, recipes[-1], 2, policy)
     specs = layouts.apply(groups, specs)
 

@@ -7,7 +7,6 @@ buffers that gradients or parameters are packed into.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -48,17 +47,13 @@ class Message:
 
     def parts(self) -> Iterator[tuple[int, int, Interval, int]]:
         """Yield each rank, the number of each slot, its elements here, and their offset here."""
-        slots = self.bucket.slots
         for group_rank, (start, stop) in enumerate(pairwise(self.cuts)):
             first = self.bucket.cuts[group_rank] + self.stretch.start
             here = Interval(first, first + stop - start)
-            number = bisect_right(slots, here.start, key=lambda slot: slot.footprint.stop)
-            while number < len(slots) and slots[number].bucket_offset < here.stop:
-                offset = slots[number].bucket_offset
-                held = Interval(offset, offset + slots[number].numel).intersect(here)
+            for number, held in self.bucket.slots_in(here):
                 if held.numel:
-                    yield group_rank, number, held.shift(-offset), start + held.start - first
-                number += 1
+                    elements = held.shift(-self.bucket.slots[number].bucket_offset)
+                    yield group_rank, number, elements, start + held.start - first
 
 
 def messages_of(bucket: Bucket, itemsize: int) -> list[Message]:

@@ -73,11 +73,6 @@ class Piece:
     bucket_offset: int
     entire: bool
 
-    @property
-    def bucket_interval(self) -> Interval:
-        """The interval of the piece in its bucket."""
-        return Interval(self.bucket_offset, self.bucket_offset + self.param_interval.numel)
-
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -115,24 +110,27 @@ class Bucket:
 
     def pieces(self, group_rank: int) -> Iterator[Piece]:
         """Yield the pieces in `group_rank`'s segment, by ascending offset."""
-        segment = self.segment(group_rank)
-        if segment.numel == 0:
-            return
-        first = bisect.bisect_right(self.slots, segment.start, key=lambda s: s.footprint.stop)
-        for slot in self.slots[first:]:
-            if slot.bucket_offset >= segment.stop:
-                return
-            held = Interval(slot.bucket_offset, slot.bucket_offset + slot.numel).intersect(segment)
-            # The next rank may own the padding after the parameter's last element.
+        for number, held in self.slots_in(self.segment(group_rank)):
+            slot = self.slots[number]
+            yield Piece(
+                param=slot.param,
+                bucket=self.index,
+                group_rank=group_rank,
+                param_interval=held.shift(-slot.bucket_offset),
+                bucket_offset=held.start,
+                entire=held.numel == slot.numel,
+            )
+
+    def slots_in(self, interval: Interval) -> Iterator[tuple[int, Interval]]:
+        """Yield the number of each slot in an interval of the buffer, and its elements there."""
+        number = bisect.bisect_right(self.slots, interval.start, key=lambda s: s.footprint.stop)
+        while number < len(self.slots) and self.slots[number].bucket_offset < interval.stop:
+            slot = self.slots[number]
+            held = Interval(slot.bucket_offset, slot.bucket_offset + slot.numel).intersect(interval)
+            # The next interval may begin with the padding after the parameter's last element.
             if held.numel or not slot.numel:
-                yield Piece(
-                    param=slot.param,
-                    bucket=self.index,
-                    group_rank=group_rank,
-                    param_interval=held.shift(-slot.bucket_offset),
-                    bucket_offset=held.start,
-                    entire=held.numel == slot.numel,
-                )
+                yield number, held
+            number += 1
 
 
 @dataclass(slots=True)

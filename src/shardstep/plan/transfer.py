@@ -22,10 +22,10 @@ class Copy:
 
 
 def transfers(held: Sequence[Holding], wanted: Sequence[Holding]) -> Iterator[Copy]:
-    """Yield the copies that give every rank the elements it wants.
+    """Yield the copies that give every rank the elements it wants. Each is held by one rank.
 
     Both sequences are indexed by group rank. Copies are ordered by source, target and parameter, so
-    blocking sends and receives cannot deadlock. The lowest rank that holds an element sends it.
+    blocking sends and receives cannot deadlock.
     """
     owners: dict[int, list[tuple[Interval, int]]] = {}
     for source, holding in enumerate(held):
@@ -34,18 +34,9 @@ def transfers(held: Sequence[Holding], wanted: Sequence[Holding]) -> Iterator[Co
     copies: list[Copy] = []
     for target, holding in enumerate(wanted):
         for param, interval in holding.items():
-            missing = [interval]
             for have, source in owners.get(param, ()):
-                if not interval.numel and have == interval:
-                    copies.append(Copy(param, interval, source, target))
-                    break
-                left: list[Interval] = []
-                for gap in missing:
-                    part = have.intersect(gap)
-                    if part.numel:
-                        copies.append(Copy(param, part, source, target))
-                    rest = (Interval(gap.start, part.start), Interval(part.stop, gap.stop))
-                    left += [each for each in rest if each.numel] if part.numel else [gap]
-                missing = left
+                part = have.intersect(interval)
+                if part.numel or have == interval:  # an empty parameter has one owner too
+                    copies.append(Copy(param, part, source, target))
     copies.sort(key=lambda c: (c.source, c.target, c.param, c.param_interval))
     yield from copies

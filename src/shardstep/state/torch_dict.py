@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from shardstep.layouts.known_classes import ELEMENT_WISE
+from shardstep.layouts.choose import ELEMENT_WISE
 from shardstep.local.multi_class import MultiClass, of_one_class, parts_of
 from shardstep.params.dtensor import local_part
 from shardstep.params.groups import group_ranges, rename_params

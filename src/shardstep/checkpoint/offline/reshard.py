@@ -24,7 +24,7 @@ from shardstep.checkpoint.inputs import ModelState
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.safetensors import Streamed
 from shardstep.checkpoint.write import write_alone
-from shardstep.layouts.known_classes import ELEMENT_WISE
+from shardstep.layouts.choose import ELEMENT_WISE
 from shardstep.local.multi_class import full_name
 from shardstep.plan import Box, Layout, ParamSpec, ShardPlan, contiguous
 

@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.files import CheckpointError, status_of
+from shardstep.checkpoint.files import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    CheckpointError,
+    Manifest,
+    require_folder,
+    status_of,
+)
 from shardstep.checkpoint.format import (
     SavedModel,
     SavedOptimizer,
@@ -19,7 +27,6 @@ from shardstep.checkpoint.format import (
     master_of,
     own_entries,
 )
-from shardstep.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest, require_folder
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.staging import check_lengths, find_checkpoints, leftovers
 from shardstep.state.tree import Leaf, decode, name_of
