@@ -27,7 +27,7 @@ from torch import nn
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
-from shardstep.checkpoint import manifest, safetensors, staging
+from shardstep.checkpoint import files, safetensors, staging
 from shardstep.checkpoint import write as job
 from shardstep.checkpoint.staging import find_checkpoints
 
@@ -48,7 +48,7 @@ def half_written(path: Path, *args: Any) -> Any:
 FAILURES: dict[str, tuple[int, Any, str, Any]] = {
     "disk-full-on-rank-1": (1, job, "write", half_written),
     "disk-full-on-rank-0": (0, job, "write", half_written),
-    "no-list": (0, manifest, "write_text", no_space),
+    "no-list": (0, files, "write_text", no_space),
     "no-rename": (0, os, "rename", no_disk),
     "no-sync": (0, staging, "sync_folder", no_disk),
 }

@@ -27,7 +27,7 @@ from torch import nn, optim
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
-from shardstep.checkpoint import files, manifest, safetensors, staging
+from shardstep.checkpoint import files, safetensors, staging
 from shardstep.checkpoint import write as job
 from shardstep.checkpoint.staging import find_checkpoints
 
@@ -208,7 +208,7 @@ def die_in(phase: str, parent: Path, step: int) -> None:
         return function(*args, **kwargs)
 
     if dist.get_rank() == 0:
-        for module in (owner, manifest, staging, job):
+        for module in (owner, files, staging, job):
             if getattr(module, name, None) is function:
                 setattr(module, name, deadly)
     ckpt.save(parent / f"step-{step}", opt, net, {"step": step}, keep_last=1)

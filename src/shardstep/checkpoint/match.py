@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardstep.checkpoint.file_layout import assign_owners
 from shardstep.checkpoint.files import require
 from shardstep.checkpoint.format import (
     SavedModel,
@@ -26,6 +25,7 @@ from shardstep.checkpoint.format import (
 )
 from shardstep.checkpoint.inputs import EXTRA_STATE, named_params, names_of, split_state_dict
 from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.write import assign_owners
 from shardstep.comm import Comm
 from shardstep.local.multi_class import saved_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors

@@ -24,9 +24,17 @@ from enum import StrEnum
 import torch
 
 from shardstep.layouts.compare import Comparison, DrawsRandomNumbers, compare
-from shardstep.layouts.random_numbers import ConstantRandomNumbers
 from shardstep.layouts.recipe import OptimizerRecipe
-from shardstep.layouts.trial import Cause, Coupled, Difference, Stage, Trial, TrialFailed, trials
+from shardstep.layouts.trial import (
+    Cause,
+    ConstantRandomNumbers,
+    Coupled,
+    Difference,
+    Stage,
+    Trial,
+    TrialFailed,
+    trials,
+)
 from shardstep.local.sandbox import sandbox
 from shardstep.plan import Layout
 

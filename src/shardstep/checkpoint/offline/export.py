@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch.utils import _pytree as pytree
 
-from shardstep.checkpoint.file_layout import HF_INDEX, WEIGHTS, hf_index
 from shardstep.checkpoint.files import CheckpointError, Progress, Stages, no_stages, write_text
 from shardstep.checkpoint.format import Contents
-from shardstep.checkpoint.offline.dicts import (
+from shardstep.checkpoint.read import (
+    Checkpoint,
     model_dict,
     optimizer_dict,
     saved_model,
     saved_optimizer,
 )
-from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.safetensors import CHUNK_NBYTES, Source, Streamed, form_of, write
 from shardstep.checkpoint.staging import EXPORT, Staging
+from shardstep.checkpoint.write import HF_INDEX, WEIGHTS, hf_index
 from shardstep.state.tree import decode
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.file_layout import HF_INDEX, WEIGHTS, FileLayout, made_by
 from shardstep.checkpoint.files import CheckpointError, Stages, no_stages, read_json, require
 from shardstep.checkpoint.format import (
     Contents,
@@ -33,7 +32,14 @@ from shardstep.checkpoint.format import (
 from shardstep.checkpoint.inputs import ModelState, split_state_dict
 from shardstep.checkpoint.offline.summary import is_checkpoint
 from shardstep.checkpoint.safetensors import File, Source, Streamed
-from shardstep.checkpoint.write import add_groups, write_alone
+from shardstep.checkpoint.write import (
+    HF_INDEX,
+    WEIGHTS,
+    FileLayout,
+    add_groups,
+    made_by,
+    write_alone,
+)
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.layouts.state_size import try_state
 from shardstep.local.multi_class import CLASS_KEY, full_name, split_options

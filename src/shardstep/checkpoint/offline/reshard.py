@@ -10,7 +10,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from shardstep.checkpoint.file_layout import FileLayout, made_by, pieces_of
 from shardstep.checkpoint.files import Stages, no_stages
 from shardstep.checkpoint.format import (
     Contents,
@@ -23,7 +22,7 @@ from shardstep.checkpoint.format import (
 from shardstep.checkpoint.inputs import ModelState
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.safetensors import Streamed
-from shardstep.checkpoint.write import write_alone
+from shardstep.checkpoint.write import FileLayout, made_by, pieces_of, write_alone
 from shardstep.layouts.choose import ELEMENT_WISE
 from shardstep.local.multi_class import full_name
 from shardstep.plan import Box, Layout, ParamSpec, ShardPlan, contiguous
