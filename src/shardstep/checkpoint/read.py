@@ -43,12 +43,10 @@ MAX_OPEN = 128
 WRAPPING_PACKAGES = ("torchao",)
 """Packages whose tensor subclasses, such as quantised state, a file may name, if imported."""
 
-Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
-"""Returns a dense CPU tensor of this shape, stride and dtype, with any values."""
+Allocate = Callable[..., torch.Tensor]
+"""Returns a dense CPU tensor of a shape, stride and `dtype=`, with any values."""
 
-
-def _on_cpu(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")
+_ON_CPU = partial(torch.empty_strided, device="cpu")
 
 
 class Checkpoint:
@@ -57,7 +55,9 @@ class Checkpoint:
     Files with tensors are checked by `verify`, and when they are read.
     """
 
-    def __init__(self, path: Path, allocate: Allocate = _on_cpu) -> None:
+    def __init__(
+        self, path: Path, allocate: Allocate = partial(torch.empty_strided, device="cpu")
+    ) -> None:
         self.path = path
         self._allocate = allocate
         self.manifest: Manifest = read_manifest(path)
@@ -99,7 +99,7 @@ class Checkpoint:
         try:
             if stored.nbytes > memory_nbytes():
                 raise MemoryError
-            tensor = self._allocate(stored.shape, stride, stored.dtype)
+            tensor = self._allocate(stored.shape, tuple(stride), dtype=stored.dtype)
         except (MemoryError, RuntimeError) as error:
             raise CheckpointError(
                 f"{self.path}: there is no memory for a tensor of {stored.nbytes:,} bytes"

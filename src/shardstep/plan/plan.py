@@ -132,31 +132,7 @@ class ShardPlan:
     @cached_property
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly if their plans are equal."""
-        digest = hashlib.sha256(f"{self.layout} over {self.world_size}\n".encode())
-        for spec in self.specs:
-            digest.update(f"{spec} {spec.stride} {spec.cost}\n".encode())
-        for bucket in self.buckets:
-            slots = [(slot.param, slot.bucket_offset) for slot in bucket.slots]
-            cuts = bucket.cuts if bucket.even else tuple(bucket.cuts)
-            digest.update(f"{slots} {cuts!r} {bucket.frozen}\n".encode())
-        return digest.hexdigest()
-
-    def __str__(self) -> str:
-        held = [self.numel(group_rank) for group_rank in range(self.world_size)]
-        mean = sum(held) / self.world_size
-        trainable = [spec for spec in self.specs if spec.trainable]
-        lines = [
-            f"{len(self.specs)} parameters ({len(trainable)} trainable, {sum(held):,} elements) "
-            f"over {self.world_size} ranks, layout {self.layout!r}",
-            f"elements per rank: mean {mean:,.0f}, most {max(held):,} "
-            f"({max(held) / mean if mean else 1:.3f} × mean), least {min(held):,}",
-        ]
-        buckets = [
-            f"bucket {bucket.index}: {bucket.numel:,} × {bucket.dtype} on {bucket.device}, "
-            f"{len(bucket.slots)} parameters, {'frozen' if bucket.frozen else 'trained'}"
-            for bucket in self.buckets
-        ]
-        return "\n".join([*lines, *buckets])
+        return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
 def _require(holds: bool, what: object, otherwise: str) -> None:

@@ -182,6 +182,11 @@ def wrap(kind: str, inner: Mapping[str, Any], context: Any, shape: Any, stride: 
     return found.__tensor_unflatten__(inner, context, torch.Size(shape), tuple(stride))
 
 
+def unwrap(kind: str, inner: Mapping[str, Any], *described: Any) -> Any:
+    """Return the tensors inside a wrapper subclass, in place of `wrap`."""
+    return inner
+
+
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy; the copy of a wrapper subclass has copies of its tensors."""
     if not is_traceable_wrapper_subclass(tensor):

@@ -37,7 +37,7 @@ from shardstep.state.exchange import Kept, survey
 from shardstep.state.named_dict import numbered
 from shardstep.state.state_dict import run_load_hooks, run_state_dict_hooks
 from shardstep.state.torch_dict import KNOWN_KEYS, install, pack_groups, warn_of_missing_state
-from shardstep.state.tree import Leaf, Node, decode, encode, leaves
+from shardstep.state.tree import Leaf, Node, decode, encode, leaves, unwrap
 from shardstep.state.view import ShardView
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def _make_param_state(
         cut = (interval, spec) if kept.per_element[number] and interval is not None else None
         return Placeholder(label, leaf.shape, leaf.dtype, home, started, part, cut)
 
-    return to_portable(decode(kept.node, make, wrap=_unwrap), started)
+    return to_portable(decode(kept.node, make, wrap=unwrap), started)
 
 
 def _make_global_state(described: GlobalState, label: str) -> Any:
@@ -242,12 +242,7 @@ def _make_global_state(described: GlobalState, label: str) -> Any:
             return tensor
         return Placeholder(label, leaf.shape, leaf.dtype, tensor.device, started, tensor)
 
-    return to_portable(decode(node, make, wrap=_unwrap), started)
-
-
-def _unwrap(kind: str, inner: Mapping[str, Any], *described: Any) -> dict[str, Any]:
-    """Return the tensors inside a tensor subclass."""
-    return dict(inner)
+    return to_portable(decode(node, make, wrap=unwrap), started)
 
 
 def _make_masters(shards: ShardView, names: list[str]) -> dict[str, Placeholder]:

@@ -135,26 +135,21 @@ def _only(contents: Contents, part: Part) -> Contents:
 
 
 def _write_torch(opened: Checkpoint, folder: Path, part: Part, named: bool, stages: Stages) -> None:
-    sizes = [stored.nbytes for _, stored in _only(opened.contents, part).tensors()]
+    contents = _only(opened.contents, part)
+    sizes = [stored.nbytes for _, stored in contents.tensors()]
     mapped = _MappedFile(folder, sum(sizes), len(sizes), stages("reading", sum(sizes)))
+    value: dict[str, Any] = {}
     with Checkpoint(opened.path, mapped.allocate) as checkpoint:
-        value = _value(checkpoint, part, named)
+        if contents.model is not None:
+            value["model"] = model_dict(checkpoint)
+        if contents.optimizer is not None:
+            value["optimizer"] = optimizer_dict(checkpoint, named=named)
+        if contents.extra is not None:
+            value["extra"] = checkpoint.read_value(contents.extra)
     mapped.release()
     with _Sink(folder / EXPORT, mapped.release, stages("writing", sum(sizes))) as file:
-        torch.save(value, file)
+        torch.save(value if part == "all" else value[part], file)
         os.fsync(file.fileno())
-
-
-def _value(checkpoint: Checkpoint, part: Part, named: bool) -> Any:
-    contents = _only(checkpoint.contents, part)
-    value: dict[str, Any] = {}
-    if contents.model is not None:
-        value["model"] = model_dict(checkpoint)
-    if contents.optimizer is not None:
-        value["optimizer"] = optimizer_dict(checkpoint, named=named)
-    if contents.extra is not None:
-        value["extra"] = checkpoint.read_value(contents.extra)
-    return value if part == "all" else value[part]
 
 
 class _MappedFile:

@@ -29,7 +29,7 @@ from shardstep.checkpoint.format import (
 )
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.staging import check_lengths, find_checkpoints, leftovers
-from shardstep.state.tree import Leaf, decode, name_of
+from shardstep.state.tree import Leaf, decode, name_of, unwrap
 
 
 def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str, Any]:
@@ -191,4 +191,4 @@ def _shown(tree: Tree) -> Any:
             return value if isinstance(value, (bool, int, float)) else str(value)
         return f"tensor, {name_of(leaf.dtype)} {list(leaf.shape)}"
 
-    return decode(tree.node, describe, wrap=lambda kind, inner, *described: inner)
+    return decode(tree.node, describe, wrap=unwrap)
