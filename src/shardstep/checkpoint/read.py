@@ -55,9 +55,7 @@ class Checkpoint:
     Files with tensors are checked by `verify`, and when they are read.
     """
 
-    def __init__(
-        self, path: Path, allocate: Allocate = partial(torch.empty_strided, device="cpu")
-    ) -> None:
+    def __init__(self, path: Path, allocate: Allocate = _ON_CPU) -> None:
         self.path = path
         self._allocate = allocate
         self.manifest: Manifest = read_manifest(path)

@@ -5,8 +5,6 @@ A file of `torch.save` is mapped and read with `weights_only=True`, so no code i
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import pickle
 import warnings
@@ -30,6 +28,7 @@ from shardstep.checkpoint.format import (
     master_in_file,
 )
 from shardstep.checkpoint.inputs import ModelState, split_state_dict
+from shardstep.checkpoint.offline.class_name import check_class_name
 from shardstep.checkpoint.offline.summary import is_checkpoint
 from shardstep.checkpoint.safetensors import File, Source, Streamed
 from shardstep.checkpoint.write import (
@@ -40,9 +39,6 @@ from shardstep.checkpoint.write import (
     made_by,
     write_alone,
 )
-from shardstep.layouts.recipe import OptimizerRecipe
-from shardstep.layouts.state_size import try_state
-from shardstep.local.multi_class import CLASS_KEY, full_name, split_options
 from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Box
 from shardstep.state.torch_dict import KNOWN_KEYS
@@ -50,9 +46,6 @@ from shardstep.state.tree import encode
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
-
-SHAPES = ((4, 4), (4,))
-"""Tensors to try a class on. Some classes keep different state for matrices and vectors."""
 
 
 def import_state_dict(
@@ -287,7 +280,7 @@ def _save_optimizer(
 ) -> SavedOptimizer:
     state, groups, masters, rounded = _check_state_dict(state_dict)
     keys = [key for group in groups for key in group["params"]]
-    class_name = _check_class_name(optimizer_class, [state.get(key) for key in keys], groups)
+    class_name = check_class_name(optimizer_class, [state.get(key) for key in keys], groups)
     state = attach_masters(state, masters)
     called = _param_names(groups, keys, names)
     positional = called is None
@@ -403,49 +396,3 @@ def _save_param(
     pieces = [(0, Box.whole(shape))]
     files.add_state(index, param, pieces, lambda number, box: tensors[number])
     return param
-
-
-def _check_class_name(
-    given: str | None, states: Sequence[Any], groups: Sequence[Mapping[str, Any]]
-) -> str | None:
-    """Return the full name of the class; None if none was given.
-
-    Raises:
-        CheckpointError: if there is no such class, or it keeps other state than `states`.
-    """
-    if given is None:
-        return None
-    optimizer_class = _find(given)
-    saved = {key for state in states if isinstance(state, Mapping) for key in state}
-    kept: set[Any] = set()
-    tried = False
-    for group in groups:
-        recipe = OptimizerRecipe(optimizer_class, split_options(optimizer_class, group)[0])
-        for shape in SHAPES:
-            with contextlib.suppress(Exception):  # a class may take matrices only
-                kept |= set(try_state(recipe, shape, torch.float32, torch.device("cpu")))
-                tried = True
-    if tried and saved - kept and not any(CLASS_KEY in group for group in groups):
-        raise CheckpointError(
-            f"the state dict is not of {given}: it has {_listed(saved - kept)}, but {given} keeps "
-            f"{_listed(kept) or 'nothing'}"
-        )
-    return full_name(optimizer_class)
-
-
-def _find(name: str) -> Any:
-    module, _, short = name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module or "torch.optim"), short)
-    except (ImportError, AttributeError) as error:
-        problem = f"torch.optim has no class {name!r}; give the full name, such as some.module.Lion"
-        if module:
-            problem = (
-                f"optimizer class {name!r} cannot be imported ({error}); correct it, or leave it "
-                "out: load then compares no class"
-            )
-        raise CheckpointError(problem) from None
-
-
-def _listed(keys: set[Any]) -> str:
-    return ", ".join(sorted(map(repr, keys)))
