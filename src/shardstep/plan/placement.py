@@ -123,6 +123,8 @@ class Bucket:
 
     def slots_in(self, interval: Interval) -> Iterator[tuple[int, Interval]]:
         """Yield the number of each slot in an interval of the buffer, and its elements there."""
+        if interval.numel == 0:  # with many ranks, most segments are empty
+            return
         number = bisect.bisect_right(self.slots, interval.start, key=lambda s: s.footprint.stop)
         while number < len(self.slots) and self.slots[number].bucket_offset < interval.stop:
             slot = self.slots[number]

@@ -38,10 +38,6 @@ class Kept:
     per_element: list[bool]
     shared: bool
 
-    def travels(self, leaf: int, wanted: Interval) -> bool:
-        """Return whether this tensor has to be sent: the JSON does not have its values."""
-        return self.cuts(leaf, wanted) or self.leaves[leaf].data is None
-
     def cuts(self, leaf: int, wanted: Interval) -> bool:
         """Return whether this tensor is cut or joined on the way to `wanted`."""
         return self.per_element[leaf] and (self.shared or wanted != self.spec.whole)
@@ -72,10 +68,10 @@ def move_state(
         if copy.param not in kept or me not in (copy.source, copy.target):
             continue
         state, aim = kept[copy.param], wanted[copy.target][copy.param]
-        for leaf in range(len(state.leaves)):
-            if not state.travels(leaf, aim):
-                continue
+        for leaf, described in enumerate(state.leaves):
             cuts = state.cuts(leaf, aim)
+            if not cuts and described.data is not None:
+                continue  # the JSON has its values
             source = target = None
             if me == copy.source:
                 source = _part(
