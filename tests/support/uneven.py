@@ -53,6 +53,24 @@ def uneven_inputs(setup: Setup) -> None:
     joined(setup, 2 + 2 * rank())
 
 
+@scenario(ranks=RANKS)
+def a_rank_without_any_input(setup: Setup) -> None:
+    joined(setup, 2 * (world_size() - 1 - rank()), clear_first=True)
+
+
+PLAIN_SGD = (optim.SGD, {"lr": 0.05})
+
+
+@scenario(ranks=RANKS, kinds=[PLAIN_SGD])
+def uneven_inputs_in_every_epoch(setup: Setup) -> None:
+    """Momentum would not do: that of DDP's joined ranks is not updated."""
+    joined(setup, 2 + 2 * rank())
+    joined(setup, 2 + 2 * (world_size() - 1 - rank()), clear=setup.module.zero_grad)
+    joined(setup, 2)
+    joined(setup, 2, enable=False)
+    train(setup, MLP_PROBLEM, range(3, 5))
+
+
 @scenario(ranks=RANKS, kinds=[(optim.Adafactor, {"lr": 0.01})], layout="whole")
 def uneven_inputs_of_adafactor(setup: Setup) -> None:
     joined(setup, 2 + 2 * rank())
@@ -65,11 +83,6 @@ def uneven_inputs_and_a_scheduler(setup: Setup) -> None:
     joined(setup, 2 + 2 * rank(), after_step=scheduler.step)
 
 
-@scenario(ranks=RANKS)
-def a_rank_without_any_input(setup: Setup) -> None:
-    joined(setup, 2 * (world_size() - 1 - rank()), clear_first=True)
-
-
 @scenario(ranks=RANKS, modes=(*MODULE, *WAYS))
 def uneven_inputs_with_no_sync(setup: Setup) -> None:
     joined(setup, 2 + 2 * rank(), accumulate=True)
@@ -78,11 +91,6 @@ def uneven_inputs_with_no_sync(setup: Setup) -> None:
 @scenario(ranks=RANKS, modes=APART)
 def uneven_inputs_zeroed_in_place(setup: Setup) -> None:
     joined(setup, 2 + 2 * rank(), clear=lambda: setup.opt.zero_grad(set_to_none=False))
-
-
-@scenario(ranks=RANKS)
-def uneven_inputs_cleared_through_the_module(setup: Setup) -> None:
-    joined(setup, 2 + 2 * (world_size() - 1 - rank()), clear=setup.module.zero_grad)
 
 
 @scenario(ranks=RANKS, modes=APART, close=APART, kinds=[SGD])
@@ -124,13 +132,6 @@ def uneven_inputs_and_a_static_graph(setup: Setup) -> None:
     joined(setup, 2 + 2 * rank())
 
 
-@scenario(ranks=RANKS)
-def even_inputs_within_join(setup: Setup) -> None:
-    joined(setup, 3)
-    joined(setup, 3, enable=False)
-    train(setup, MLP_PROBLEM, range(3, 5))
-
-
 @scenario(ranks=RANKS, modes=(*DROP_IN, "register"))
 def uneven_inputs_divided_by_those_that_are_left(setup: Setup) -> None:
     joined(setup, 2 + 2 * rank(), divide_by_initial_world_size=False)
@@ -157,7 +158,7 @@ def uneven_inputs_and_unused_parameters(new: New) -> list[Tensor]:
     return _joined(new)
 
 
-@scenario(many=True, slow=True, ranks=RANKS, kinds=[(optim.SGD, {"lr": 0.05})])
+@scenario(many=True, slow=True, ranks=RANKS, kinds=[PLAIN_SGD])
 def uneven_inputs_and_unused_parameters_of_plain_sgd(new: New) -> list[Tensor]:
     """DDP goes on counting as used what a joined rank used last, and gives it a gradient of zeros,
     which changes nothing here."""

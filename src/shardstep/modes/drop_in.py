@@ -10,7 +10,7 @@ from typing_extensions import override
 from shardstep.comm import Comm
 from shardstep.gradients.unsynchronised import SynchronisedCheck
 from shardstep.modes.base import Mode
-from shardstep.modes.join import JoinContext, provide_gradients
+from shardstep.modes.join import JoinContext, keep_gradients, provide_gradients
 
 
 class DropIn(Mode):
@@ -41,6 +41,6 @@ class DropIn(Mode):
 
     @override
     def shadow(self, step: Callable[[], object], zero_grad: Callable[[bool], object]) -> None:
-        provide_gradients(self.comm, self.plan, self.groups, joined=True)
-        with self.join.shadow():
+        with self.join.shadow(), keep_gradients(self.params):
+            provide_gradients(self.comm, self.plan, self.groups, joined=True)
             step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,14 +13,14 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from shardstep.comm import Comm
+from shardstep.comm import Comm, all_gather_json
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.gather import OverlappedGather, ParamGather
 from shardstep.gradients import DDPFeeder, GradientSource, GradReducer
 from shardstep.gradients.base import at_end_of_backward, piece_gradient
 from shardstep.local.multi_class import optimizer_name, parts_of
 from shardstep.modes.base import Mode
-from shardstep.modes.join import JoinContext, provide_gradients, share_options
+from shardstep.modes.join import JoinContext, keep_gradients, provide_gradients, share_options
 from shardstep.params.inputs import describe, describe_options
 from shardstep.params.module_watch import ModuleWatch
 from shardstep.params.names import unwrapped
@@ -140,14 +141,21 @@ class InsideDDP(Mode):
         if not self._step_owed:
             return  # the others only accumulate, under DDP's no_sync
         self._step_owed = False
-        self._provide(joined=True)
-        with self.join.shadow():
+        reduced = self.reduces_gradients  # then what is in param.grad is not the rank's own
+        with self.join.shadow(), nullcontext() if reduced else keep_gradients(self.params):
+            self._provide(joined=True)
             self._step_now()
         self.hide_placeholders()  # DDP may rebuild its buckets before the next one
 
     @override
     def end_join(self) -> None:
         self.show_placeholders()
+        if self.reduces_gradients:
+            # The last rank with data may have cleared gradients after its last step.
+            kept = all_gather_json(self.comm, [param.grad is not None for param in self.params])
+            for index, param in enumerate(self.params):
+                if not all(each[index] for each in kept):
+                    param.grad = None
 
     def hide_placeholders(self, *args: Any) -> None:
         """Take the placeholders out of `param.grad`, which DDP copies when it rebuilds buckets."""

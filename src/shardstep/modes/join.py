@@ -127,6 +127,22 @@ def share_options(comm: Comm, groups: Sequence[MutableMapping[str, Any]], joined
         take_options(groups, next(options for options in said if options is not None))
 
 
+@contextmanager
+def keep_gradients(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put a joined rank's own gradients back after a step on those of the others.
+
+    Otherwise the first backward pass after `Join` would add to what the user never saw.
+    """
+    own = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, own, strict=True):
+            param.grad = grad
+
+
 def provide_gradients(
     comm: Comm,
     plan: ShardPlan,
@@ -136,8 +152,7 @@ def provide_gradients(
     """Send each joined rank the gradients of its pieces, and the options of the groups.
 
     Called on every rank, before a step. DDP shadows its reductions on a joined rank but does not
-    put their results into `param.grad` there. It still holds the gradient of the rank's last batch,
-    and a step on that would be silently wrong.
+    put their results into `param.grad` there. A joined rank calls this within `keep_gradients`.
 
     Raises:
         ValueError: on every rank, if a gradient is sparse.
@@ -160,8 +175,6 @@ def provide_gradients(
         )
     if joined:
         take_options(groups, options)
-        for index in without:
-            params[index].grad = None
     for target in (rank for rank, what in enumerate(said) if what is None):
         if comm.group_rank not in (source, target):
             continue
@@ -170,7 +183,7 @@ def provide_gradients(
                 if piece.param in without or not piece.param_interval.numel:
                     continue
                 param = params[piece.param]
-                if joined and (param.grad is None or param.grad.stride() != param.stride()):
+                if joined and param.grad is None:
                     param.grad = torch.zeros_like(param)
                 part = flat(param.grad, param.stride())[piece.param_interval.slice]
                 raw = part.view(torch.uint8)

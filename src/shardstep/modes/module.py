@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from shardstep.comm import Comm, Operation
+from shardstep.comm import Comm, Operation, all_gather_json
 from shardstep.comm.broadcast import broadcast
 from shardstep.gather import OverlappedGather, ParamGather
 from shardstep.gradients import AutogradFeeder, GradientSource, GradReducer
@@ -315,6 +315,12 @@ class ModuleMode(Mode):
         }
         with self.join.shadow():
             actions[kind](*arguments)
+
+    @override
+    def end_join(self) -> None:
+        # The last rank with data may have cleared gradients after its last step.
+        kept = all_gather_json(self.comm, self._reducer.kept())
+        self._reducer.keep([index for index in kept[0] if all(index in each for each in kept)])
 
 
 def check_membership(module: torch.nn.Module, params: Sequence[torch.Tensor]) -> None:
