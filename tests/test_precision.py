@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from problems import make_params, set_gradients
-from ranks import raises_on_every_rank, run_ranks
+from ranks import run_ranks
 from sixteen_bits import (
     AT_RANDOM,
     BF16,
@@ -79,7 +80,9 @@ def test_no_policy_and_a_wire_that_is_not_ours_are_refused(
         ZeroRedundancyOptimizer(make_params(), optim.SGD, precision=policy, lr=0.1)
 
 
-def _hook_with_a_wire(make: Any) -> None:
+@pytest.mark.parametrize("make", [hook_with_zero_step, hook_with_zero_step_interleaved])
+@on_ranks(2, raises=ValueError, match="the wrapped communication hook")
+def test_a_wire_that_is_ddps_is_refused(make: Any) -> None:
     ddp = DistributedDataParallel(bf16_mlp())
     opt = ZeroRedundancyOptimizer(
         ddp.parameters(),
@@ -91,20 +94,10 @@ def _hook_with_a_wire(make: Any) -> None:
     make(allreduce_hook, ddp, opt)
 
 
-@pytest.mark.parametrize("make", [hook_with_zero_step, hook_with_zero_step_interleaved])
-def test_a_wire_that_is_ddps_is_refused(make: Any) -> None:
-    raises_on_every_rank(
-        _hook_with_a_wire, 2, ValueError, make, match="the wrapped communication hook"
-    )
-
-
-def _different_policies() -> None:
+@on_ranks(2, raises=ValueError, match="master_dtype=torch.float32")
+def test_ranks_have_to_have_the_same_policy() -> None:
     policy = [MASTERS, WITHOUT][dist.get_rank()]
     ZeroRedundancyOptimizer(make_params(), optim.SGD, precision=policy, lr=0.1)
-
-
-def test_ranks_have_to_have_the_same_policy() -> None:
-    raises_on_every_rank(_different_policies, 2, ValueError, match="master_dtype=torch.float32")
 
 
 def _warned(make: Callable[[], Any]) -> list[str]:

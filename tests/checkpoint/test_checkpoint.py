@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import PROBLEMS, Problem, Setup, with_zero
+from on_ranks import on_ranks
 from problems import difference, differing
 from ranks import run_ranks
 from torch import Tensor, nn, optim
@@ -189,7 +190,9 @@ def everything(setup: Setup) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def zero2(parent: Path) -> None:
+@pytest.mark.slow
+@on_ranks(2, 3, timeout=100)
+def test_zero_2_goes_on(tmp_path: Path) -> None:
     """Saved while gathers are in flight, loaded between steps: training goes on to the bit."""
     # Of the last, parameters in 16 bits have masters, which are saved and loaded with the rest.
     for name in ("gpt", "conv", "branching", "mixed dtypes"):
@@ -197,14 +200,14 @@ def zero2(parent: Path) -> None:
         straight = with_zero(problem.fresh())
         steps(straight, problem, range(3))
         # Right after the step, with parameters still on their way.
-        ckpt.save(parent / f"{name}-sync", straight.opt, straight.module)
+        ckpt.save(tmp_path / f"{name}-sync", straight.opt, straight.module)
         there = everything(straight)
         steps(straight, problem, range(3, 6))
         end = everything(straight)
 
         background = with_zero(problem.fresh())
         steps(background, problem, range(3))
-        saving = ckpt.async_save(parent / f"{name}-async", background.opt, background.module)
+        saving = ckpt.async_save(tmp_path / f"{name}-async", background.opt, background.module)
         steps(background, problem, range(3, 6))
         saving.wait()
         assert not differing(end, everything(background)), name
@@ -215,20 +218,14 @@ def zero2(parent: Path) -> None:
             steps(resumed, problem, range(7, 9))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore" if name == "branching" else "error")
-                ckpt.load(parent / f"{name}-{kind}", resumed.opt, resumed.module)
+                ckpt.load(tmp_path / f"{name}-{kind}", resumed.opt, resumed.module)
             assert not differing(there, everything(resumed)), (name, kind)
             steps(resumed, problem, range(3, 6))
             assert not differing(end, everything(resumed)), (name, kind)
         # The model alone, without being told of the optimizer.
         alone = with_zero(problem.fresh())
         steps(alone, problem, range(3))
-        ckpt.save(parent / f"{name}-model", model=alone.module)
-        weights = ckpt.weights(parent / f"{name}-model")
+        ckpt.save(tmp_path / f"{name}-model", model=alone.module)
+        weights = ckpt.weights(tmp_path / f"{name}-model")
         assert weights.keys() <= straight.module.state_dict().keys()
         assert not differing(there[: len(weights)], list(weights.values())), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_zero_2_goes_on(tmp_path: Path, world_size: int) -> None:
-    run_ranks(zero2, world_size, tmp_path, timeout=100)

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hostile import build, names, picture
+from on_ranks import on_ranks
 from problems import difference
 from ranks import raises_on_every_rank, run_ranks
 from torch import nn
@@ -85,13 +86,10 @@ def write_fails(parent: Path, way: str, asynchronous: bool) -> None:
     dist.barrier()
 
 
-def all_failures(parent: Path) -> None:
-    for way, background in itertools.product(FAILURES, (False, True)):
-        write_fails(parent, way, background)
-
-
+@on_ranks(2)
 def test_what_one_rank_cannot_write_all_hear_of_and_nothing_is_left(tmp_path: Path) -> None:
-    run_ranks(all_failures, 2, tmp_path)
+    for way, background in itertools.product(FAILURES, (False, True)):
+        write_fails(tmp_path, way, background)
 
 
 def on_a_small_disk(parent: Path) -> None:
@@ -179,20 +177,17 @@ BAD: dict[str, tuple[Any, str, Callable[[Attempt], Any]]] = {
 }
 
 
-def save_badly(parent: Path) -> None:
+@on_ranks(2)
+def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
     """Every way in turn: all ranks raise, and nothing is left."""
     for kind, (exception, message, act) in BAD.items():
-        where = parent / kind
+        where = tmp_path / kind
         where.mkdir(exist_ok=True)
         with pytest.raises(exception, match=message):
             act(Attempt(dist.get_rank(), where, *build(1, 1)))
-        os.chdir(parent)
+        os.chdir(tmp_path)
         dist.barrier()
         assert not [name for name in names(where) if not name.startswith("rank-")], kind
-
-
-def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(save_badly, 2, tmp_path)
 
 
 def save_plainly(parent: Path) -> None:

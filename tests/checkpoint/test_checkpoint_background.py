@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hostile import build, names, picture
+from on_ranks import on_ranks
 from problems import difference
 from ranks import run_ranks
 from test_checkpoint_fit import run_here
@@ -116,22 +117,19 @@ def test_saving_in_the_background(tmp_path: Path, world_size: int) -> None:
     run_ranks(run_here, world_size, tmp_path, two_in_a_row, two_optimizers, train_while_saving)
 
 
-def one_rank_was_told(parent: Path) -> None:
+@on_ranks(2)
+def test_no_rank_goes_on_alone_after_a_failure_in_the_background(tmp_path: Path) -> None:
     """A failure that one rank has waited for and the others have not is raised on all of them."""
     net, opt = build(1, 1)
-    ckpt.save(parent / "one", opt, net)
+    ckpt.save(tmp_path / "one", opt, net)
     for save in (ckpt.save, ckpt.async_save):
-        failing = ckpt.async_save(parent / "one", opt, net)
+        failing = ckpt.async_save(tmp_path / "one", opt, net)
         if dist.get_rank() == 0:
             with pytest.raises(RuntimeError, match="exists already"):
                 failing.wait()
         with pytest.raises(RuntimeError, match="exists already"):
-            save(parent / "two", opt, net)
-    ckpt.save(parent / "two", opt, net)
-
-
-def test_no_rank_goes_on_alone_after_a_failure_in_the_background(tmp_path: Path) -> None:
-    run_ranks(one_rank_was_told, 2, tmp_path)
+            save(tmp_path / "two", opt, net)
+    ckpt.save(tmp_path / "two", opt, net)
 
 
 PROGRAM = """

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from problems import difference
 from ranks import run_ranks
 from test_checkpoint import AFTER, BEFORE, Net, flattened, plain, sharded, take_steps
@@ -208,28 +209,25 @@ def test_checkpoints_of_other_programs_go_on_to_the_bit(tmp_path: Path) -> None:
     run_ranks(goes_on_after, 2, paths)
 
 
-def consolidate_upstream(path: Path) -> None:
+@on_ranks(2)
+def test_what_torch_s_own_class_consolidated_goes_on_here(tmp_path: Path) -> None:
     net = Net()
     params = [p for n, p in net.named_parameters() if p.requires_grad and n != "unused"]
     opt = Upstream(params, optim.AdamW, lr=0.01)
     take_steps(net, opt, BEFORE)
     opt.consolidate_state_dict(0)
     if opt.rank == 0:
-        torch.save(opt.state_dict(), path / "upstream.pt")
-        ckpt.import_file(path / "upstream.pt", path / "upstream", optimizer_class="AdamW")
+        torch.save(opt.state_dict(), tmp_path / "upstream.pt")
+        ckpt.import_file(tmp_path / "upstream.pt", tmp_path / "upstream", optimizer_class="AdamW")
     torch.distributed.barrier()
     again = Net()
     again.load_state_dict(net.state_dict())
     ours = [p for n, p in again.named_parameters() if p.requires_grad and n != "unused"]
     mine = ZeroRedundancyOptimizer(ours, optim.AdamW, lr=0.5)
-    ckpt.load(path / "upstream", mine)
+    ckpt.load(tmp_path / "upstream", mine)
     for model, optimizer in ((net, opt), (again, mine)):
         take_steps(model, optimizer, AFTER)
     assert same_weights(net, again)
-
-
-def test_what_torch_s_own_class_consolidated_goes_on_here(tmp_path: Path) -> None:
-    run_ranks(consolidate_upstream, 2, tmp_path)
 
 
 @pytest.mark.parametrize("links", [False, True])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from on_ranks import on_ranks
 from problems import OneByOne, differing
 from ranks import run_ranks
 from torch import nn, optim
@@ -93,7 +94,9 @@ def read(root: Path, name: str, kind: str, model: nn.Module, opt: ZeroRedundancy
         opt.load_state_dict(state)
 
 
-def go_on(root: Path, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["sliced", "whole"])
+@on_ranks(1, 3)
+def test_training_goes_on_with_the_same_policy(written: Path, layout: str) -> None:
     """The same policy: as if never interrupted."""
     for name, (cls, precision) in CASES.items():
         expected, reference = make(LOW, precision, layout=layout, cls=cls)
@@ -102,7 +105,7 @@ def go_on(root: Path, layout: str) -> None:
             model, opt = make(LOW, precision, layout=layout, cls=cls)
             for param in model.parameters():
                 param.detach().zero_()
-            read(root, name, kind, model, opt)
+            read(written, name, kind, model, opt)
             steps(model, opt, range(4, 8))
             assert not differing([*expected.parameters()], [*model.parameters()]), (name, kind)
             if precision.master_dtype is not None:
@@ -110,24 +113,25 @@ def go_on(root: Path, layout: str) -> None:
                 assert not differing(masters(expected, reference), found), (name, kind)
 
 
-def cross(root: Path) -> None:
+@on_ranks(1, 2)
+def test_policies_may_differ(written: Path) -> None:
     # From masters to a model that can hold them, with an optimizer and without.
     source, holder = make(LOW, MASTERS)
-    ckpt.load(root / "masters", holder, source)
+    ckpt.load(written / "masters", holder, source)
     for with_optimizer in (True, False):
         wide, opt = make(WIDE, None)
-        ckpt.load(root / "masters", opt if with_optimizer else None, wide)
+        ckpt.load(written / "masters", opt if with_optimizer else None, wide)
         assert not differing(masters(source, holder), [*wide.parameters()]), with_optimizer
     # From an fp32 model to masters.
     expected = net(WIDE)
-    ckpt.load(root / "fp32", model=expected)
+    ckpt.load(written / "fp32", model=expected)
     narrow, opt = make(LOW, MASTERS)
-    ckpt.load(root / "fp32", opt, narrow)
+    ckpt.load(written / "fp32", opt, narrow)
     assert not differing([*expected.parameters()], masters(narrow, opt))
     steps(narrow, opt, range(4, 5))
     # To 16 bits without masters: the parameters as the model saw them.
     bare, opt = make(LOW, MixedPrecision(master_dtype=None))
-    ckpt.load(root / "masters", opt, bare)
+    ckpt.load(written / "masters", opt, bare)
     assert not differing([*source.parameters()], [*bare.parameters()])
     for state in opt.optim.state.values():
         assert {value.dtype for key, value in state.items() if key != "step"} == {LOW}
@@ -140,18 +144,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("layout", ["sliced", "whole"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_training_goes_on_with_the_same_policy(written: Path, world_size: int, layout: str) -> None:
-    run_ranks(go_on, world_size, written, layout)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_policies_may_differ(written: Path, world_size: int) -> None:
-    run_ranks(cross, world_size, written)
-
-
-def into_moving_parameters(root: Path) -> None:
+@on_ranks(1, 2)
+def test_weights_reach_parameters_that_loading_has_moved(tmp_path: Path) -> None:
     """Loading gives a frozen parameter a master, and parameters a place in another buffer."""
     for views in (False, True):
 
@@ -162,24 +156,21 @@ def into_moving_parameters(root: Path) -> None:
         model = net(LOW)
         opt = fresh(model)
         steps(model, opt, range(3))
-        ckpt.save(root / f"moving-{views}", opt, model)
+        ckpt.save(tmp_path / f"moving-{views}", opt, model)
         for frozen in (False, True):
             other = net(LOW)
             next(other.parameters()).requires_grad_(not frozen)
             again = fresh(other)
             for param in other.parameters():
                 param.data = torch.zeros_like(param) if not frozen else param.data.zero_()
-            ckpt.load(root / f"moving-{views}", again, other)
+            ckpt.load(tmp_path / f"moving-{views}", again, other)
             assert not differing([*model.parameters()], [*other.parameters()]), (views, frozen)
             assert not differing(masters(model, opt), masters(other, again)), (views, frozen)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_reach_parameters_that_loading_has_moved(tmp_path: Path, world_size: int) -> None:
-    run_ranks(into_moving_parameters, world_size, tmp_path)
-
-
-def into_another_memory_format(layout: str) -> None:
+@pytest.mark.parametrize("layout", ["sliced", "whole"])
+@on_ranks(1, 2)
+def test_loaded_masters_outlive_a_change_of_memory_format(layout: str) -> None:
     """The format changes after the optimizer was made, and before it has taken notice."""
 
     def fresh() -> Pair:
@@ -203,12 +194,6 @@ def into_another_memory_format(layout: str) -> None:
         steps(each, its, range(3, 6))
     assert not differing([*expected.parameters()], [*model.parameters()])
     assert not differing(masters(expected, reference), masters(model, opt))
-
-
-@pytest.mark.parametrize("layout", ["sliced", "whole"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_loaded_masters_outlive_a_change_of_memory_format(world_size: int, layout: str) -> None:
-    run_ranks(into_another_memory_format, world_size, layout)
 
 
 def test_masters_are_separate_from_the_state_in_plain_dicts(written: Path, tmp_path: Path) -> None:

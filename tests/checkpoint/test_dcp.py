@@ -22,7 +22,7 @@ from problems import (
     set_gradients,
     train,
 )
-from ranks import raises_on_every_rank, run_ranks
+from ranks import run_ranks
 from torch import nn, optim
 from torch.optim import Optimizer
 
@@ -146,14 +146,15 @@ def _save_all(folder: Path) -> None:
         save(folder / str(number), net, opt)
 
 
-def _load_all(folder: Path) -> None:
+@on_ranks(1, 2, 3)
+def test_training_goes_on_as_if_it_had_not_stopped(saved: Path) -> None:
     for number, (case, saved_in, names) in enumerate(SAVED):
         reference, unsharded = plain(case)
         advance(unsharded, reference, range(3))
         unsharded.param_groups[1]["lr"] = 0.0037
         expected = advance(unsharded, reference, range(3, 6))
         for layout in LAYOUTS if case is not ADAFACTOR else ["whole"]:
-            got = load_and_advance(folder / str(number), *zero(case, names, layout=layout))
+            got = load_and_advance(saved / str(number), *zero(case, names, layout=layout))
             assert differing(expected, got) == [], f"{case}, {saved_in} to {layout}"
 
 
@@ -162,11 +163,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(_save_all, request.param, folder)
     return Path(folder)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_training_goes_on_as_if_it_had_not_stopped(saved: Path, world_size: int) -> None:
-    run_ranks(_load_all, world_size, saved)
 
 
 def test_without_a_process_group_too(tmp_path: Path) -> None:
@@ -297,12 +293,9 @@ class Reluctant(OneByOne):
         raise ValueError("give me a closure")
 
 
-def _form_unknown() -> None:
-    Sharded(zero(Case(Reluctant))[1]).state_dict()
-
-
+@on_ranks(2, raises=RuntimeError, match="give me a closure.*one step first")
 def test_a_class_whose_state_cannot_be_found_out_is_refused() -> None:
-    raises_on_every_rank(_form_unknown, 2, RuntimeError, match="give me a closure.*one step first")
+    Sharded(zero(Case(Reluctant))[1]).state_dict()
 
 
 class CountsOnTheCPU(OneByOne):

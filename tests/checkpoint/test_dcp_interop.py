@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from on_ranks import on_ranks
 from problems import LAYOUTS, copies, difference, differing
-from ranks import raises_on_every_rank, run_ranks
+from ranks import run_ranks
 from test_dcp import (
     ADAMW,
     Net,
@@ -270,18 +270,13 @@ def test_what_was_not_read_is_not_a_number() -> None:
         placeholder.take_part()
 
 
-def _other_groups(folder: Path) -> None:
+@on_ranks(2, raises=dcp.api.CheckpointException, match="Missing key.*param_groups")
+def test_other_groups_are_refused(tmp_path: Path) -> None:
     net = Net()
     opt = ZeroRedundancyOptimizer(net.named_parameters(), optim.AdamW)
     advance(opt, net, range(2))
-    save(folder, net, opt)
-    load(folder, *zero(ADAMW))  # the same parameters in three groups
-
-
-def test_other_groups_are_refused(tmp_path: Path) -> None:
-    raises_on_every_rank(
-        _other_groups, 2, dcp.api.CheckpointException, tmp_path, match="Missing key.*param_groups"
-    )
+    save(tmp_path, net, opt)
+    load(tmp_path, *zero(ADAMW))  # the same parameters in three groups
 
 
 # --------------------------------------------------------------------------------- saving later
@@ -337,19 +332,19 @@ def test_a_placeholder_is_not_pickled_or_computed_with() -> None:
             act()
 
 
-def _asked_without_wrapper(way: str, folder: Path) -> None:
+@pytest.mark.parametrize("way", ["dcp", "with state", "without state"])
+@on_ranks(
+    2,
+    raises=RuntimeError,
+    match=r"consolidate_state_dict.*pass shardstep.checkpoint.Sharded\(optimizer\)",
+)
+def test_without_the_wrapper_the_error_points_to_it(way: str, tmp_path: Path) -> None:
     net, opt = zero(ADAMW)
     if way == "dcp":
         advance(opt, net, range(2))
-        dcp.save({"optim": opt}, checkpoint_id=folder)
+        dcp.save({"optim": opt}, checkpoint_id=tmp_path)
         return
     if way == "with state":
         advance(opt, net, range(2))
         opt.zero_grad()
     get_optimizer_state_dict(net, opt)
-
-
-@pytest.mark.parametrize("way", ["dcp", "with state", "without state"])
-def test_without_the_wrapper_the_error_points_to_it(tmp_path: Path, way: str) -> None:
-    match = r"consolidate_state_dict.*pass shardstep.checkpoint.Sharded\(optimizer\)"
-    raises_on_every_rank(_asked_without_wrapper, 2, RuntimeError, way, tmp_path, match=match)

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from problems import same_bits
 from ranks import RankFailure, run_ranks
 from segments import CUTS, cuts_of, make_buffer, random_bits
@@ -52,7 +53,8 @@ def copy_to_cpu(data: Tensor) -> Tensor:
     return copied
 
 
-def gather_bytes() -> None:
+@on_ranks(1, 2, 3)
+def test_all_gather_bytes_returns_every_payload_in_rank_order() -> None:
     comm = connect(None)
     rank, ranks = comm.group_rank, range(comm.world_size)
     rounds = [
@@ -69,12 +71,9 @@ def gather_bytes() -> None:
     assert all_gather_json(comm, {"rank": rank}) == [{"rank": r} for r in ranks]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_all_gather_bytes_returns_every_payload_in_rank_order(world_size: int) -> None:
-    run_ranks(gather_bytes, world_size)
-
-
-def broadcast_many(source: int) -> None:
+@pytest.mark.parametrize("source", [0, 1])
+@on_ranks(2)
+def test_broadcast_packs_tensors_of_any_form(source: int) -> None:
     def tensors(seed: int) -> list[Tensor]:
         random = torch.Generator().manual_seed(seed)
         shapes = [(3, 5), (), (0, 4), (PACK_NBYTES // 8 + 1,), (PACK_NBYTES // 4, 2), (7, 3, 2, 2)]
@@ -92,12 +91,8 @@ def broadcast_many(source: int) -> None:
     assert comm.ledger.calls["all_gather"] == 4
 
 
-@pytest.mark.parametrize("source", [0, 1])
-def test_broadcast_packs_tensors_of_any_form(source: int) -> None:
-    run_ranks(broadcast_many, 2, source)
-
-
-def pass_round() -> None:
+@on_ranks(3)
+def test_what_one_rank_sends_the_other_receives() -> None:
     """Each rank to each other, in an order in which no ranks wait in a circle."""
     comm = connect(None)
     sent = 0
@@ -112,10 +107,6 @@ def pass_round() -> None:
             assert torch.equal(room, data)
     assert comm.ledger.calls["send"] == comm.world_size - 1
     assert comm.ledger.nbytes_sent["send"] == sent
-
-
-def test_what_one_rank_sends_the_other_receives() -> None:
-    run_ranks(pass_round, 3)
 
 
 # ------------------------------------------------------------------------------------- groups

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from problems import same_bits
 from ranks import run_ranks
 from segments import CUTS, DTYPES, cuts_of, make_buffer
@@ -136,7 +137,9 @@ def test_reduce_scatter_sums_in_rank_order_and_converts(name: str, world_size: i
     run_ranks(reduce_each, world_size, name)
 
 
-def many_at_once(name: str) -> None:
+@pytest.mark.parametrize("name", ["messages", "two connections"])
+@on_ranks(2, 3)
+def test_many_operations_in_flight_do_not_take_each_other_s_bytes(name: str) -> None:
     with transport(name) as comm:
         flying = []
         for seed, case in itertools.product(range(20), CUTS):
@@ -157,15 +160,9 @@ def many_at_once(name: str) -> None:
             assert same_bits(found, expected), case
 
 
-@pytest.mark.parametrize("name", ["messages", "two connections"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_many_operations_in_flight_do_not_take_each_other_s_bytes(
-    name: str, world_size: int
-) -> None:
-    run_ranks(many_at_once, world_size, name)
-
-
-def train_by(name: str) -> None:
+@pytest.mark.parametrize("name", ["broadcasts", "lists"])
+@on_ranks(2, 3)
+def test_training_by_the_collectives_of_the_backend(name: str) -> None:
     for layout in ("sliced", "whole"):
         models = []
         for way in ("messages", name):
@@ -182,12 +179,6 @@ def train_by(name: str) -> None:
                 models.append([param.detach().clone() for param in model.parameters()])
         pairs = zip(*models, strict=True)
         assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in pairs), layout
-
-
-@pytest.mark.parametrize("name", ["broadcasts", "lists"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_training_by_the_collectives_of_the_backend(name: str, world_size: int) -> None:
-    run_ranks(train_by, world_size, name)
 
 
 def watch_messages() -> tuple[int, int, list[set[bool]]]:

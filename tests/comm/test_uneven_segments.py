@@ -33,8 +33,7 @@ class Lookup(nn.Module):
         self.head = nn.Linear(128, 16)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.head(self.table(tokens))
-        return out
+        return self.head(self.table(tokens))
 
 
 def make(**options: Any) -> tuple[Lookup, ZeroRedundancyOptimizer]:
@@ -116,8 +115,7 @@ class Averaged(torch.autograd.Function):
 
 class Average(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Averaged.apply(x)
-        return out
+        return Averaged.apply(x)
 
 
 def late_on_all_but_one(state: Any, bucket: Any) -> Any:

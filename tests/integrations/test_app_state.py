@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import raises_on_every_rank, run_ranks
+from on_ranks import on_ranks
+from ranks import run_ranks
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -100,15 +101,11 @@ def test_app_state_loads_at_another_world_size(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
 
 
-def _without_the_wrapper(stepped: bool) -> None:
+@pytest.mark.parametrize("stepped", [False, True])
+@on_ranks(2, raises=RuntimeError, match=r"Sharded\(optimizer\).as_optimizer\(\)")
+def test_the_optimizer_itself_names_the_wrapper_on_every_rank(stepped: bool) -> None:
+    """Its `state_dict()` sends nothing, so that one rank may call it; torch asks for no more."""
     model, opt, _ = _setup(sharded=True)
     if stepped:
         _train(model, opt, 0)
     AppState(model, opt).state_dict()
-
-
-@pytest.mark.parametrize("stepped", [False, True])
-def test_the_optimizer_itself_names_the_wrapper_on_every_rank(stepped: bool) -> None:
-    """Its `state_dict()` sends nothing, so that one rank may call it; torch asks for no more."""
-    match = r"Sharded\(optimizer\).as_optimizer\(\)"
-    raises_on_every_rank(_without_the_wrapper, 2, RuntimeError, stepped, match=match)

@@ -222,8 +222,7 @@ class Unhashable:
     cls: Any
 
     def __call__(self, groups: Any) -> Optimizer:
-        made: Optimizer = self.cls(groups, lr=0.1)
-        return made
+        return self.cls(groups, lr=0.1)
 
 
 @pytest.mark.parametrize(

@@ -163,8 +163,7 @@ class Net(nn.Module):
         self.large, self.small = nn.Linear(40, 40), nn.Linear(40, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.small(torch.tanh(self.large(x)))
-        return out
+        return self.small(torch.tanh(self.large(x)))
 
     def groups(self) -> list[dict[str, Any]]:
         return [

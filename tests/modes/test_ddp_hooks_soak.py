@@ -35,8 +35,7 @@ def small() -> nn.Module:
 
 
 def loss(model: nn.Module, step: int) -> Tensor:
-    out: Tensor = (model(noise(step, 4, 16)) - noise(step, 4, 4)).square().mean()
-    return out
+    return (model(noise(step, 4, 16)) - noise(step, 4, 4)).square().mean()
 
 
 PROBLEM = Problem(small, loss)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import uneven
 from doubles import AnyOrder, LateArrival
-from models import ADAMW, MLP_PROBLEM, PROBLEMS, rank, train
+from models import ADAMW, MLP_PROBLEM, PROBLEMS, consolidated, rank, train
 from on_ranks import on_ranks
 from problems import assert_alike, assert_same, copies, differing
 from ranks import each_raises_on_every_rank, run_ranks
@@ -170,7 +170,7 @@ def test_state_moves_from_each_mode_to_every_other(source: str) -> None:
         whole = copy.deepcopy(dict(sorted(reference.opt.state_dict()["state"].items())))
         expected = [*losses, *train(reference, problem, range(3, 6)), *reference.params]
         losses = train(first, problem, range(3))
-        state = surroundings.consolidated(first.opt)
+        state = consolidated(first.opt, 1)
         assert_alike(whole, dict(sorted(state["state"].items())))
         values = {key: value.clone() for key, value in first.module.state_dict().items()}
         for place, target in enumerate((*ALL, "unsharded")):

@@ -35,21 +35,18 @@ from traffic import Traffic, counted
 
 
 def _siamese(model: nn.Module, step: int, of: int | None) -> Tensor:
-    out: Tensor = (model(noise(step, 6, 16, of=of)) * model(noise(step + 50, 6, 16, of=of))).mean()
-    return out
+    return (model(noise(step, 6, 16, of=of)) * model(noise(step + 50, 6, 16, of=of))).mean()
 
 
 def _walked_twice(model: nn.Module, step: int, of: int | None) -> Tensor:
-    out: Tensor = model(noise(step, 6, 16, of=of)).square().mean()
-    return out
+    return model(noise(step, 6, 16, of=of)).square().mean()
 
 
 def _penalised(model: nn.Module, step: int, of: int | None) -> Tensor:
     x = noise(step, 6, 16, of=of).requires_grad_()
     out = model(x)
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    loss: Tensor = out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
-    return loss
+    return out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
 
 
 @pytest.mark.parametrize("loss", [_siamese, _walked_twice, _penalised])

@@ -17,6 +17,7 @@ from models import (
     SGD,
     Problem,
     Setup,
+    consolidated,
     rank,
     train,
     with_ddp,
@@ -33,7 +34,6 @@ from problems import (
     same_bits,
 )
 from ranks import run_ranks
-from surroundings import consolidated
 from torch import Tensor, nn, optim
 
 from shardstep import ZeroRedundancyOptimizer
@@ -178,7 +178,7 @@ def test_an_optimizer_can_take_over_from_one_that_was_detached() -> None:
     expected = [*train(ddp, MLP_PROBLEM, range(6)), *ddp.params]
     zero = with_zero(MLP_PROBLEM.fresh(), ADAMW)
     losses = train(zero, MLP_PROBLEM, range(3))
-    state = consolidated(zero.opt)
+    state = consolidated(zero.opt, 1)
     zero.opt.detach()
     heir = with_zero(zero.module, ADAMW, layout="whole")
     heir.opt.load_state_dict(state)
@@ -205,8 +205,7 @@ class _SharedFrozen(nn.Module):
         self.body, self.head = body, nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(x))
-        return out
+        return self.head(self.body(x))
 
 
 @on_ranks(2)

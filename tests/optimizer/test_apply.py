@@ -86,8 +86,7 @@ class Net(nn.Module):
         self.a, self.b, self.c = nn.Linear(7, 5), nn.Linear(5, 5), nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
-        return out
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
 def make(way: str, cls: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:

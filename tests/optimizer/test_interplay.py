@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mixtures import MASTERS, from_rank_0, net, steps
+from mixtures import MASTERS, net, steps
+from models import consolidated
 from on_ranks import on_ranks
 from problems import assert_same, copies, differing
 from ranks import run_ranks
@@ -42,7 +43,7 @@ def test_a_parameter_that_is_frozen_when_its_state_is_loaded_has_it_in_fp32(
     first.requires_grad_(False)
     steps(reference, opt, range(3, 5))
     ckpt.save(tmp_path / "saved", opt, reference)
-    saved, values = from_rank_0(opt), copies(reference.parameters())
+    saved, values = consolidated(opt), copies(reference.parameters())
     first.requires_grad_(True)
     steps(reference, opt, range(5, 8))
     model = net()
@@ -71,7 +72,7 @@ def test_a_parameter_that_never_trained_has_no_master_after_loading(tmp_path: Pa
     opt = adamw(model)
     steps(model, opt, range(2))
     ckpt.save(tmp_path / "never", opt, model)
-    saved = from_rank_0(opt)
+    saved = consolidated(opt)
     for way in ("native", "dict"):
         model = net()
         first, *_ = model.parameters()

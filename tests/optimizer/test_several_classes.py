@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from mixtures import from_rank_0, mixed, mixture, net, steps
+from mixtures import mixed, mixture, net, steps
+from models import consolidated
 from on_ranks import on_ranks
 from problems import OneByOne, assert_same, copies, differing
 from ranks import raises_on_every_rank, run_ranks
@@ -57,7 +58,7 @@ def save_mixture(root: Path) -> Any:
     steps(model, opt, range(3))
     ckpt.save(root / "native", opt, model)
     dcp.save({"model": model, "optim": ckpt.Sharded(opt)}, checkpoint_id=root / "dcp")
-    return from_rank_0(opt), copies(model.parameters())
+    return consolidated(opt), copies(model.parameters())
 
 
 def go_on_with_mixture(root: Path, way: str, saved: Any) -> None:
@@ -111,7 +112,7 @@ def test_loading_into_several_classes_without_state_warns_of_nothing_and_leaves_
         mixed(model, Registered, lr=0.1), optim.SGD, lr=0.1, layout="sliced", bucket_bytes=1
     )
     steps(model, opt, range(2))
-    saved = from_rank_0(opt)
+    saved = consolidated(opt)
     seen: list[Any] = []
     hook = register_optimizer_step_post_hook(lambda *args: seen.append("a hook"))
     before = copies(model.parameters()), Registered.made, random.getstate(), torch.get_rng_state()
@@ -213,7 +214,7 @@ def test_steps_that_were_taken_bucket_by_bucket_were_taken() -> None:
 def test_a_dict_of_several_classes_is_refused_by_an_optimizer_of_one() -> None:
     model, opt = mixture(torch.float32)
     steps(model, opt, range(2))
-    saved = from_rank_0(opt)
+    saved = consolidated(opt)
     other = ZeroRedundancyOptimizer([{"params": g["params"]} for g in mixed(net())], optim.AdamW)
     other.load_state_dict(saved)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from follow import COMBINATIONS, in_turn
 from follow import follow as follow_one
+from models import consolidated
 from on_ranks import on_ranks
 from problems import (
     ELEMENT_WISE,
@@ -24,7 +25,6 @@ from problems import (
     train,
 )
 from ranks import each_raises_on_every_rank
-from surroundings import consolidated
 from torch import nn, optim
 from traffic import counted
 
@@ -246,7 +246,7 @@ def test_data_of_a_shape_that_state_does_not_fit_is_refused_everywhere() -> None
 
 
 def _in_place(opt: Any) -> Any:
-    opt.load_state_dict(consolidated(opt))
+    opt.load_state_dict(consolidated(opt, 1))
     return opt
 
 
@@ -254,7 +254,7 @@ def _into_a_new_one(opt: Any, view: bool) -> Any:
     groups = [{"params": group["params"]} for group in opt.param_groups]
     other = LAYOUTS[opt.plan.layout == "sliced"]
     new = ZeroRedundancyOptimizer(groups, optim.Adam, None, view, layout=other)
-    new.load_state_dict(consolidated(opt))
+    new.load_state_dict(consolidated(opt, 1))
     return new
 
 
@@ -273,7 +273,7 @@ def test_checkpoints_are_right_after_every_change() -> None:
         unfreeze(params, 0)
         opt = reload(opt)
         train(opt, params, range(6, 8))
-        state = consolidated(opt)
+        state = consolidated(opt, 1)
         return [*copies(params), {**state, "state": dict(sorted(state["state"].items()))}]
 
     params = make_params(SHAPES, frozen=())

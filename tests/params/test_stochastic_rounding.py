@@ -161,8 +161,7 @@ def test_the_number_of_ranks_and_the_layout_make_no_difference() -> None:
 
 def _square(model: Any, step: int) -> Tensor:
     # The same on all ranks, and a power of two of them: the mean gradient is that of one.
-    out: Tensor = model(noise(step, 6, 16, of=0).bfloat16()).float().square().mean()
-    return out
+    return model(noise(step, 6, 16, of=0).bfloat16()).float().square().mean()
 
 
 KIND = (optim.AdamW, {"lr": 0.003})

@@ -11,7 +11,7 @@ import pytest
 import torch
 from on_ranks import on_ranks
 from problems import LAYOUTS, copies, difference, differing, set_gradients
-from ranks import raises_on_every_rank, run_ranks
+from ranks import run_ranks
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -194,18 +194,14 @@ def test_names_are_refused_where_there_are_none() -> None:
         ours.load_state_dict(get_optimizer_state_dict(net, opt))
 
 
-def _sharded_values() -> None:
+@on_ranks(2, raises=ValueError, match="is a DTensor.*full_state_dict=True")
+def test_a_dict_of_dtensors_is_refused() -> None:
     net = Net()
     fully_shard(net)
     opt = optim.AdamW(groups_of(net))
     train(net, opt, range(1))
     _, ours = zero()
     ours.load_state_dict(get_optimizer_state_dict(net, opt))
-
-
-def test_a_dict_of_dtensors_is_refused() -> None:
-    match = "is a DTensor.*full_state_dict=True"
-    raises_on_every_rank(_sharded_values, 2, ValueError, match=match)
 
 
 # ------------------------------------------------------------------------------- the other way

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from models import consolidated
 from on_ranks import on_ranks
 from problems import (
     ELEMENT_WISE,
@@ -27,7 +28,7 @@ from problems import (
     make_params,
     train,
 )
-from ranks import raises_on_every_rank, run_ranks
+from ranks import run_ranks
 from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import Optimizer
@@ -69,14 +70,6 @@ def by_number(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The dict with its parameters in order; torch has them in the order they were first updated,
     which no reader of a state dict looks at."""
     return {**state_dict, "state": dict(sorted(state_dict["state"].items()))}
-
-
-def consolidated(opt: Any, to: int = 0) -> Any:
-    """The consolidated dict, on every rank."""
-    opt.consolidate_state_dict(to=to)
-    box = [opt.state_dict() if dist.get_rank() == to else None]
-    dist.broadcast_object_list(box, src=to)
-    return box[0]
 
 
 def half_a_run(case: Case) -> tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor], Any]:
@@ -408,14 +401,11 @@ class Unsendable(Optimizer):
                 self.state[p]["object"] = object()
 
 
-def _unsendable() -> None:
+@on_ranks(2, raises=RuntimeError, match="'object'")
+def test_state_that_cannot_be_sent_is_refused_on_every_rank() -> None:
     opt = ZeroRedundancyOptimizer(make_params([(5,), (6,)], frozen=()), Unsendable, layout="whole")
     opt.step()
     opt.consolidate_state_dict()
-
-
-def test_state_that_cannot_be_sent_is_refused_on_every_rank() -> None:
-    raises_on_every_rank(_unsendable, 2, RuntimeError, match="'object'")
 
 
 def _looks_it_up() -> Any:

@@ -56,8 +56,7 @@ class MLP(nn.Module):
         self.last = nn.LayerNorm(10) if plain else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.down(torch.relu(self.up(self.norm(x)))))
-        return out
+        return self.last(self.down(torch.relu(self.up(self.norm(x)))))
 
 
 def make_model(mesh: DeviceMesh, plain: bool = True) -> MLP:

@@ -60,28 +60,22 @@ def _change(setup: Setup, step: int) -> None:
         setup.module.get_submodule(name).requires_grad_(CHANGES[step][1])
 
 
-@scenario(modes=APART)
-def freeze_before_forward(setup: Setup) -> list[Tensor]:
-    losses = []
-    for step in range(9):
-        _change(setup, step)
-        renew(setup)
-        losses.append(setup.backward(step))
-        setup.opt.step()
-        (setup.opt if step % 2 else setup.module).zero_grad()
-    return losses
-
-
-@scenario(modes=APART)
-def freeze_before_clearing(setup: Setup) -> list[Tensor]:
-    losses = []
-    for step in range(9):
-        losses.append(setup.backward(step))
-        setup.opt.step()
-        _change(setup, step + 1)
-        (setup.opt if step % 2 else setup.module).zero_grad()
-        renew(setup)
-    return losses
+@scenario(modes=APART, many=True)
+def freeze_before_forward_or_before_clearing(new: New) -> list[Tensor]:
+    seen = []
+    for early in (False, True):
+        setup = new()
+        for step in range(9):
+            if not early:
+                _change(setup, step)
+            renew(setup)
+            seen.append(setup.backward(step))
+            setup.opt.step()
+            if early:
+                _change(setup, step + 1)
+            (setup.opt if step % 2 else setup.module).zero_grad()
+        seen += setup.params
+    return seen
 
 
 @scenario(modes=APART, many=True)
@@ -117,7 +111,7 @@ def unfreeze_without_a_forward_pass_of_the_root(new: New) -> list[Tensor]:
         layers[0].requires_grad_(False)
         setup.module.train(how != "evaluates")
         renew(setup)
-        for step in range(5):
+        for step in range(4):
             if step == 2:
                 layers[0].requires_grad_(True)
                 layers[1].requires_grad_(False)

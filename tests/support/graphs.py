@@ -34,8 +34,7 @@ def _taking(branches: Callable[[int], Any]) -> Callable[[Model, int], Tensor]:
     """The loss of a model that takes these branches at a step."""
 
     def loss(model: Model, step: int) -> Tensor:
-        out: Tensor = model(noise(step, 6, 16), branches(step)).square().mean()
-        return out
+        return model(noise(step, 6, 16), branches(step)).square().mean()
 
     return loss
 
@@ -123,14 +122,12 @@ class Reaching(nn.Module):
         h = h + self.loose[2].detach() * self.loose[2]
         h, _ = self.attention(h[None], h[None], h[None])
         h, _ = self.memory(h)
-        out: Tensor = F.linear(self.normed(h), self.aside[1])
-        return out
+        return F.linear(self.normed(h), self.aside[1])
 
     def simple(self, x: Tensor) -> Tensor:
         h = self.first(x) + self.position.weight  # six rows, like the batch
         h = torch.tanh(F.linear(h, self.other.weight, self.other.bias))
-        out: Tensor = self.tied(h) * self.loose[0] + self.aside[0] * self.table["scale"]
-        return out
+        return self.tied(h) * self.loose[0] + self.aside[0] * self.table["scale"]
 
 
 REACHING = Problem(Reaching, MLP_PROBLEM.loss, find_unused=True)
@@ -196,8 +193,7 @@ class Checkpointed(nn.Module):
         h = torch.tanh(layers[0](x))
         for layer in (layers[1], layers[2], layers[3]):
             h = checkpoint(lambda h, f=layer: torch.tanh(f(h)), h, use_reentrant=self.use_reentrant)
-        out: Tensor = layers[4](h)
-        return out
+        return layers[4](h)
 
 
 @scenario(many=True, slow=True)
@@ -235,8 +231,7 @@ class Scripted(nn.Module):
         self.last = nn.Linear(128, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.inner(self.first(x)))
-        return out
+        return self.last(self.inner(self.first(x)))
 
 
 @scenario(many=True, kinds=[SGD])
@@ -269,14 +264,12 @@ class Sparse(nn.Module):
         self.head = nn.Linear(16, 4)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.head(self.tokens(tokens))
-        return out
+        return self.head(self.tokens(tokens))
 
 
 def _some_tokens(model: Model, step: int) -> Tensor:
     random = torch.Generator().manual_seed(10 * step + rank())
-    out: Tensor = model(torch.randint(40, (6,), generator=random)).square().mean()
-    return out
+    return model(torch.randint(40, (6,), generator=random)).square().mean()
 
 
 SPARSE = Problem(Sparse, _some_tokens)
@@ -304,8 +297,7 @@ class Buffered(nn.Module):
         if self.training:
             self.mean.add_(x.mean())
             self.count.add_(1 + rank())
-        out: Tensor = self.body(x) + self.mean.mean().detach()
-        return out
+        return self.body(x) + self.mean.mean().detach()
 
 
 BUFFERED = Problem(Buffered, MLP_PROBLEM.loss)
@@ -328,8 +320,7 @@ class Remembering(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.first(x))
         self.scale = 0.5 * self.scale + 0.5 * hidden.detach().abs().mean(dim=0)
-        out: Tensor = self.last(hidden * self.scale)
-        return out
+        return self.last(hidden * self.scale)
 
 
 REMEMBERING = Problem(
@@ -383,8 +374,7 @@ class Pair(nn.Module):
         self.second = nn.Linear(128, 128)
 
     def forward(self, x: Tensor, short: bool = False) -> Tensor:
-        out: Tensor = self.first(x) if short else self.second(self.first(x))
-        return out
+        return self.first(x) if short else self.second(self.first(x))
 
 
 PAIR = Problem(Pair, MLP_PROBLEM.loss)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn, optim
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
@@ -43,12 +42,3 @@ def steps(model: nn.Module, opt: Any, numbers: range) -> None:
             param.grad = grad if param.requires_grad else None
         opt.step()
         opt.zero_grad()
-
-
-def from_rank_0(opt: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """The whole state dict, on every rank."""
-    opt.consolidate_state_dict()
-    said = [opt.state_dict() if opt.rank == 0 else None]
-    dist.broadcast_object_list(said)
-    assert said[0] is not None
-    return said[0]

@@ -7,6 +7,7 @@ one; the same loop on both has to come to the same numbers. `scenarios` has the 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -50,6 +51,22 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def from_rank(source: int, value: Any) -> Any:
+    """Return the value of one rank, on every rank."""
+    given = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(given, source)
+    return given[0]
+
+
+def consolidated(opt: Any, to: int = 0) -> Any:
+    """Return the whole state dict, on every rank."""
+    if not hasattr(opt, "consolidate_state_dict"):
+        return copy.deepcopy(opt.state_dict())
+    opt.consolidate_state_dict(to=to)
+    return from_rank(to, copy.deepcopy(opt.state_dict()) if rank() == to else None)
+
+
 def noise(step: int, *shape: int, of: int | None = None) -> Tensor:
     """Numbers of this rank, or of rank `of`, for this step."""
     seed = 1000 * step + (rank() if of is None else of)
@@ -67,8 +84,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
             x = torch.tanh(layer(x))
-        out: Tensor = self.layers[-1](x)
-        return out
+        return self.layers[-1](x)
 
 
 class Branching(nn.Module):
@@ -83,8 +99,7 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor, taken: Sequence[int] = (0,)) -> Tensor:
         h = torch.tanh(self.stem(x))
-        out: Tensor = self.head(h + sum(self.branches[number](h) for number in taken))
-        return out
+        return self.head(h + sum(self.branches[number](h) for number in taken))
 
 
 class ConvNet(nn.Module):
@@ -102,8 +117,7 @@ class ConvNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.stem(x)))
         x = x + self.two(F.relu(self.norm_one(self.one(x))))
-        out: Tensor = self.head(x.mean(dim=(2, 3)))
-        return out
+        return self.head(x.mean(dim=(2, 3)))
 
 
 class MixedDtypes(nn.Module):
@@ -116,8 +130,7 @@ class MixedDtypes(nn.Module):
         self.last = nn.Linear(96, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.low(self.first(x).bfloat16()).float())
-        return out
+        return self.last(self.low(self.first(x).bfloat16()).float())
 
 
 @dataclass(frozen=True)
@@ -135,15 +148,13 @@ class Problem:
 
 
 def _square(model: Callable[..., Any], step: int) -> Tensor:
-    out: Tensor = model(noise(step, 6, 16)).square().mean()
-    return out
+    return model(noise(step, 6, 16)).square().mean()
 
 
 def _tokens(model: Callable[..., Any], step: int) -> Tensor:
     random = torch.Generator().manual_seed(1000 * step + rank())
     tokens = torch.randint(61, (3, 13), generator=random)
-    loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])[1]
-    return loss
+    return model(tokens[:, :-1], tokens[:, 1:])[1]
 
 
 def _images(model: Callable[..., Any], step: int) -> Tensor:
@@ -154,8 +165,7 @@ def _images(model: Callable[..., Any], step: int) -> Tensor:
 def _branches(model: Callable[..., Any], step: int) -> Tensor:
     """Branch 2 is taken on rank 1 only; one of the others by all, another one at each step."""
     taken = [step % 2] + ([2] if rank() == 1 else [])
-    out: Tensor = model(noise(step, 6, 16), taken).square().mean()
-    return out
+    return model(noise(step, 6, 16), taken).square().mean()
 
 
 def make_gpt() -> GPT:

@@ -18,8 +18,7 @@ AT_RANDOM = MixedPrecision(master_dtype=None, stochastic_rounding=True)
 
 def loss_of(module: nn.Module, step: int) -> Tensor:
     dtype = next(module.parameters()).dtype
-    out: Tensor = module(noise(step, 6, 16).to(dtype)).float().square().mean()
-    return out
+    return module(noise(step, 6, 16).to(dtype)).float().square().mean()
 
 
 def train_on(module: nn.Module, opt: Any, steps: range) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from models import (
     ADAMW,
     MLP,
@@ -20,6 +19,8 @@ from models import (
     Kind,
     Problem,
     Setup,
+    consolidated,
+    from_rank,
     noise,
     rank,
     train,
@@ -280,21 +281,6 @@ def convert_the_model(setup: Setup) -> list[Tensor]:
 # --------------------------------------------------------------------------- saving and loading
 
 
-def consolidated(opt: Any) -> Any:
-    """The whole state, on every rank."""
-    if not isinstance(opt, ZeroRedundancyOptimizer):
-        return copy.deepcopy(opt.state_dict())
-    opt.consolidate_state_dict(to=world_size() - 1)
-    return _from_last(copy.deepcopy(opt.state_dict()) if opt.rank == world_size() - 1 else None)
-
-
-def _from_last(value: Any) -> Any:
-    box = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, src=world_size() - 1)
-    return box[0]
-
-
 @scenario(many=True, groups=several_groups)
 def load_a_state_dict_into_another_optimizer(new: New) -> list[Tensor]:
     """Saved right after backward and step, while gradients are there."""
@@ -303,7 +289,7 @@ def load_a_state_dict_into_another_optimizer(new: New) -> list[Tensor]:
         first.opt.zero_grad()
         first.backward(step)
         first.opt.step()
-    second.opt.load_state_dict(consolidated(first.opt))
+    second.opt.load_state_dict(consolidated(first.opt, world_size() - 1))
     second.module.load_state_dict(first.module.state_dict())
     first.opt.zero_grad()
     losses = train(second, MLP_PROBLEM, range(3, 6)) + train(first, MLP_PROBLEM, range(3, 6))
@@ -315,7 +301,7 @@ def save_a_checkpoint_and_load_it(new: New) -> list[Tensor]:
     first, second = new(), new()
     losses = train(first, MLP_PROBLEM, range(3))
     if isinstance(first.opt, ZeroRedundancyOptimizer):
-        folder = _from_last(tempfile.mkdtemp(prefix="scenario-"))
+        folder = from_rank(world_size() - 1, tempfile.mkdtemp(prefix="scenario-"))
         checkpoint.save(Path(folder) / "saved", first.opt, first.module)
         checkpoint.load(Path(folder) / "saved", second.opt, second.module)
     else:

@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from ddp_ways import HOOKS, expected, groups_of, in_ddp, overlapping, set_up
-from models import PROBLEMS, Kind, Setup, rank, world_size
+from models import PROBLEMS, Kind, Setup, consolidated, world_size
 from problems import Case, same_bits
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import lr_scheduler
-from walks import Act, Walk, Whole, from_rank, plain
+from walks import Act, Walk, Whole, plain
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 
@@ -125,10 +124,8 @@ class BesideDDP(Walk):
         ]
         self.acts.append(f"{way} {self._name} {kind} {groups.__name__} {ddp} {zero}")
 
-    @property
-    def optimizer(self) -> ZeroRedundancyOptimizer:
-        opt: ZeroRedundancyOptimizer = self._divided.opt
-        return opt
+    def modules(self) -> tuple[nn.Module, nn.Module]:
+        return self._whole.module, self._divided.module
 
     def weights(self) -> dict[Act, float]:
         common: dict[Act, float] = {
@@ -251,12 +248,6 @@ class BesideDDP(Walk):
             param = setup.module.get_parameter(name)
             param.requires_grad_(not param.requires_grad)
 
-    def schedule(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for scheduler in self._schedulers:
-                scheduler.step()
-
     def option(self) -> None:
         number = self.chance.randrange(len(self._whole.opt.param_groups))
         for setup in self._both:
@@ -264,25 +255,6 @@ class BesideDDP(Walk):
             group["lr"] = 0.7 * group["lr"]
             if "weight_decay" in group:
                 group["weight_decay"] = 0.02
-
-    @torch.no_grad()
-    def write(self) -> None:
-        name = self._some_parameter()
-        kind = self.chance.choice(["copy", "data", "load", "new", "all"])
-        self.say(kind)
-        for setup in self._both:
-            param = setup.module.get_parameter(name)
-            if kind == "copy":
-                param.copy_(0.9 * param)
-            elif kind == "data":
-                param.data.mul_(0.9)
-            elif kind == "load":
-                setup.module.load_state_dict({name: 0.9 * param}, strict=False)
-            elif kind == "new":
-                param.data = 0.9 * param.data
-            else:
-                state = {key: value.clone() for key, value in setup.model.state_dict().items()}  # type: ignore[attr-defined]
-                setup.model.load_state_dict(state)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -297,5 +269,4 @@ class BesideDDP(Walk):
 
     def reload(self) -> None:
         opt = self._divided.opt
-        opt.consolidate_state_dict(1)
-        opt.load_state_dict(from_rank(1, opt.state_dict() if rank() == 1 else None))
+        opt.load_state_dict(consolidated(opt, 1))

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from models import consolidated
 from problems import ELEMENT_WISE, Case
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
-from walks import Act, SavingWalk, Whole, common_folder, from_rank, is_plain, plain
+from walks import Act, SavingWalk, Whole, common_folder, is_plain, plain
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 
@@ -154,8 +155,7 @@ class DropIn(SavingWalk):
             self.option: 1,
             self.schedule: 1,
             self.add: 0.4,
-            self.write: 1.5,
-            self.move: 1,
+            self.write: 2.5,
             self.turn: 0.7,
             self.look: 1,
             self.consolidate: 0.7,
@@ -171,6 +171,9 @@ class DropIn(SavingWalk):
                 self.wrong.append(f"whether {number} has a gradient")
             elif expected.grad is not None:
                 self.compare(f"gradient {number}", expected.grad, got.grad)
+
+    def modules(self) -> tuple[nn.Module, nn.Module]:
+        return Bare(self._theirs), Bare(self._mine)
 
     def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         return list(zip(self._theirs, self._mine, strict=True))
@@ -249,12 +252,6 @@ class DropIn(SavingWalk):
             if "weight_decay" in group:
                 group["weight_decay"] = 2 * value
 
-    def schedule(self) -> None:
-        for scheduler in self._schedulers:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                scheduler.step()
-
     def add(self) -> None:
         params = [self._new_param() for _ in range(self.chance.randint(1, 2))]
         numbers = list(range(len(self._theirs), len(self._theirs) + len(params)))
@@ -268,33 +265,6 @@ class DropIn(SavingWalk):
         self._whole.add_param_group({"params": [self._theirs[n] for n in numbers], **own})
         self._divided.add_param_group({"params": [self._mine[n] for n in numbers], **own})
         self._schedule()
-
-    @torch.no_grad()
-    def write(self) -> None:
-        number = self.chance.randrange(len(self._mine))
-        values = self._noise(self._theirs[number].shape, self._theirs[number].dtype)
-        kind = self.chance.choice(["copy", "data", "element", "load"])
-        self.say(number, kind)
-        for params in (self._theirs, self._mine):
-            param = params[number]
-            if kind == "copy":
-                param.copy_(values)
-            elif kind == "data":
-                param.data.mul_(0.5)
-            elif kind == "element" and param.numel():
-                param[(0,) * param.dim()] = 0.5
-            elif kind == "load":
-                Bare(params).load_state_dict({f"w{number}": values}, strict=False)
-
-    def move(self) -> None:
-        number = self.chance.randrange(len(self._mine))
-        keep = self.often(0.5)
-        values = self._noise(self._theirs[number].shape, self._theirs[number].dtype)
-        self.say(number, keep)
-        for params in (self._theirs, self._mine):
-            param = params[number]
-            new = torch.empty_like(param.data)
-            param.data = new.copy_(param.data if keep else values)
 
     def turn(self) -> None:
         """Another memory format."""
@@ -340,8 +310,7 @@ class DropIn(SavingWalk):
     def reload(self) -> None:
         """What the divided one saves goes into another one."""
         self._whole.follow()
-        self._divided.consolidate_state_dict(0)
-        saved = from_rank(0, self._divided.state_dict() if self._divided.rank == 0 else None)
+        saved = consolidated(self._divided)
         self._divided.detach()
         self._divided = self._make()
         self._divided.load_state_dict(saved)

@@ -13,11 +13,11 @@ import copy
 import random
 
 import torch
-from models import Branching, Kind, noise, rank, with_plain, with_zero, world_size
+from models import Branching, Kind, consolidated, noise, rank, with_plain, with_zero, world_size
 from torch import Tensor, nn, optim
-from walks import Act, Walk, from_rank
+from walks import Act, Walk
 
-from shardstep import BatchSkippedError, ZeroRedundancyOptimizer
+from shardstep import BatchSkippedError
 
 KIND: Kind = (optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01})
 MAX_NORM = 0.05
@@ -41,11 +41,6 @@ class Looping(Walk):
             layout=self.chance.choice(["sliced", "whole"]),
             overlap=self.chance.random() < 0.7,
         )
-
-    @property
-    def optimizer(self) -> ZeroRedundancyOptimizer:
-        opt: ZeroRedundancyOptimizer = self._divided.opt
-        return opt
 
     def weights(self) -> dict[Act, float]:
         return {
@@ -257,8 +252,7 @@ class Looping(Walk):
     def reload(self) -> None:
         self._clear_all()
         opt, to = self._divided.opt, self.chance.randrange(world_size())
-        opt.consolidate_state_dict(to)
-        opt.load_state_dict(from_rank(to, opt.state_dict() if rank() == to else None))
+        opt.load_state_dict(consolidated(opt, to))
 
     def copy(self) -> None:
         """A copy of the model is a plain one, and has the same numbers."""

@@ -14,10 +14,10 @@ import warnings
 from functools import partial
 
 import torch
-from models import MLP, noise, rank, world_size
+from models import MLP, consolidated, noise, rank, world_size
 from problems import Case
 from torch import Tensor, nn, optim
-from walks import Act, SavingWalk, Whole, common_folder, from_rank, plain
+from walks import Act, SavingWalk, Whole, common_folder, plain
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 
@@ -45,8 +45,7 @@ class Convolutions(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.stem(x.view(-1, 1, 4, 4)))
         x = torch.tanh(self.tied(torch.tanh(self.body(x))))
-        out: Tensor = self.head(x.mean(dim=(2, 3)))
-        return out
+        return self.head(x.mean(dim=(2, 3)))
 
 
 class ByHand(Whole):
@@ -148,6 +147,9 @@ class Low(SavingWalk):
             self.save: 0.5,
         }
 
+    def modules(self) -> tuple[nn.Module, nn.Module]:
+        return self._theirs, self._mine
+
     def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         return list(zip(self._theirs.parameters(), self._mine.parameters(), strict=True))
 
@@ -229,29 +231,6 @@ class Low(SavingWalk):
         self._divided.zero_grad()
         self._whole.grads = [None] * len(self._whole.grads)
 
-    @torch.no_grad()
-    def write(self) -> None:
-        number = self.chance.randrange(len(self._pairs()))
-        name = [name for name, _ in self._theirs.named_parameters()][number]
-        kind = self.chance.choice(["copy", "data", "element", "load", "new", "moved", "all"])
-        self.say(name, kind)
-        for module in (self._theirs, self._mine):
-            param = module.get_parameter(name)
-            if kind == "copy":
-                param.copy_(0.9 * param)
-            elif kind == "data":
-                param.data.mul_(0.9)
-            elif kind == "element":
-                param.data[(0,) * param.dim()] = 0.25
-            elif kind == "load":
-                module.load_state_dict({name: 0.9 * param}, strict=False)
-            elif kind == "new":
-                param.data = 0.9 * param.data
-            elif kind == "moved":
-                param.data = param.data.clone()
-            else:
-                module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()})
-
     def freeze(self) -> None:
         number = self.chance.randrange(len(self._pairs()))
         self.say(number)
@@ -271,7 +250,7 @@ class Low(SavingWalk):
         self._clear_all()
         form = self.chance.choice([torch.channels_last, torch.contiguous_format])
         self.say(form)
-        for module in (self._theirs, self._mine):
+        for module in self.modules():
             module.to(memory_format=form)  # type: ignore[call-overload]
 
     def cast(self) -> None:
@@ -281,7 +260,7 @@ class Low(SavingWalk):
         dtype = self.chance.choice([torch.bfloat16, torch.float16, torch.float32])
         self.say(dtype)
         self._clear_all()
-        for module in (self._theirs, self._mine):
+        for module in self.modules():
             module.to(dtype)
         self._divided.zero_grad()  # where it is noticed; masters follow what was rounded by then
         self._whole.cast(self._trained)
@@ -295,8 +274,7 @@ class Low(SavingWalk):
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        modules = (self._theirs, self._mine)
-        self.compare("output", *(self._loss(m, self._step_number(), 0) for m in modules))
+        self.compare("output", *(self._loss(m, self._step_number(), 0) for m in self.modules()))
 
     def look(self) -> None:
         for number, (_, mine) in enumerate(self._pairs()):
@@ -315,8 +293,7 @@ class Low(SavingWalk):
         """What the divided one saves goes into another one, of any layout."""
         self._clear_all()
         self._whole.follow()
-        self._divided.consolidate_state_dict(0)
-        saved = from_rank(0, self._divided.state_dict() if rank() == 0 else None)
+        saved = consolidated(self._divided)
         self.renew()
         self._divided.load_state_dict(saved)
 

@@ -12,13 +12,14 @@ import copy
 import random
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import rank, world_size
+from models import from_rank, rank, world_size
 from problems import Case, difference
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,6 +43,9 @@ class Walk:
         wrong: what did not agree.
     """
 
+    _divided: Any
+    _schedulers: list[Any]
+
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.acts: list[str] = []
@@ -50,6 +54,10 @@ class Walk:
     @property
     def optimizer(self) -> ZeroRedundancyOptimizer:
         """The divided optimizer."""
+        return getattr(self._divided, "opt", self._divided)
+
+    def modules(self) -> tuple[nn.Module, nn.Module]:
+        """The module that is whole and the one that is divided."""
         raise NotImplementedError
 
     def weights(self) -> dict[Act, float]:
@@ -91,6 +99,37 @@ class Walk:
         found = difference(expected, got)
         if found is not None:
             self.wrong.append(f"{what}{found}")
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write to a parameter, or give it other memory."""
+        modules = self.modules()
+        name = self.chance.choice([name for name, _ in modules[0].named_parameters()])
+        kind = self.chance.choice(["copy", "data", "element", "load", "new", "moved", "all"])
+        self.say(name, kind)
+        for module in modules:
+            param = module.get_parameter(name)
+            if kind == "copy":
+                param.copy_(0.9 * param)
+            elif kind == "data":
+                param.data.mul_(0.9)
+            elif kind == "element" and param.numel():
+                param.data[(0,) * param.dim()] = 0.25
+            elif kind == "load":
+                module.load_state_dict({name: 0.9 * param}, strict=False)
+            elif kind == "new":
+                param.data = 0.9 * param.data
+            elif kind == "moved":
+                param.data = param.data.clone()
+            elif kind == "all":
+                module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()})
+
+    def schedule(self) -> None:
+        """Let the schedulers of both optimizers take a step."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for scheduler in self._schedulers:
+                scheduler.step()
 
     def hear(self, source: int) -> None:
         """Let all ranks know what one of them found, so that none goes on alone."""
@@ -268,10 +307,6 @@ class SavingWalk(Walk):
     _divided: ZeroRedundancyOptimizer
     _whole: Whole
 
-    @property
-    def optimizer(self) -> ZeroRedundancyOptimizer:
-        return self._divided
-
     def _make(self) -> ZeroRedundancyOptimizer:
         """Another divided optimizer."""
         raise NotImplementedError
@@ -312,14 +347,6 @@ def common_folder() -> Iterator[Path]:
         dist.barrier()
     if rank() == 0:
         shutil.rmtree(path)
-
-
-def from_rank(source: int, value: Any) -> Any:
-    """What one rank has, on every rank."""
-    given = [value]
-    if world_size() > 1:
-        dist.broadcast_object_list(given, source)
-    return given[0]
 
 
 FUSED_OR_FOREACH = ("fused", "foreach", "capturable")
