@@ -12,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from on_ranks import on_ranks
 from problems import (
-    LAYOUTS,
     Case,
     OneByOne,
     copies,
@@ -34,11 +33,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 ADAMW = Case(optim.AdamW)
 MOMENTUM = Case(optim.SGD, {"momentum": 0.9, "dampening": 0.3})
 ADAFACTOR = Case(optim.Adafactor)
-SAVED = [
-    *((case, layout, True) for case in (ADAMW, MOMENTUM) for layout in LAYOUTS),
-    (ADAFACTOR, "whole", True),
-    (ADAMW, "sliced", False),  # without names: parameters are known by their positions
-]
 
 
 class Net(nn.Module):
@@ -65,10 +59,9 @@ def named(case: Case, module: nn.Module) -> list[dict[str, Any]]:
     return [{**g, "params": [(name_of[p], p) for p in g["params"]]} for g in groups]
 
 
-def zero(case: Case, names: bool = True, **options: Any) -> tuple[Net, ZeroRedundancyOptimizer]:
+def zero(case: Case, **options: Any) -> tuple[Net, ZeroRedundancyOptimizer]:
     net, cls = Net(), case.optimizer_class
-    groups = named(case, net) if names else make_groups(list(net.parameters()), cls)
-    return net, ZeroRedundancyOptimizer(groups, cls, **options, **case.fresh_options())
+    return net, ZeroRedundancyOptimizer(named(case, net), cls, **options, **case.fresh_options())
 
 
 def plain(case: Case, module: nn.Module | None = None) -> tuple[nn.Module, Optimizer]:
@@ -135,43 +128,13 @@ def load_one(folder: Path, case: Case) -> Any:
     return consolidated(opt)
 
 
-# ------------------------------------------------------------- any world size and any layout
-
-
-def _save_all(folder: Path) -> None:
-    for number, (case, layout, names) in enumerate(SAVED):
-        net, opt = zero(case, names, layout=layout, parameters_as_bucket_view=number % 2 == 0)
-        advance(opt, net, range(3))
-        opt.param_groups[1]["lr"] = 0.0037  # as a scheduler does
-        save(folder / str(number), net, opt)
-
-
-@on_ranks(1, 2, 3)
-def test_training_goes_on_as_if_it_had_not_stopped(saved: Path) -> None:
-    for number, (case, saved_in, names) in enumerate(SAVED):
-        reference, unsharded = plain(case)
-        advance(unsharded, reference, range(3))
-        unsharded.param_groups[1]["lr"] = 0.0037
-        expected = advance(unsharded, reference, range(3, 6))
-        for layout in LAYOUTS if case is not ADAFACTOR else ["whole"]:
-            got = load_and_advance(saved / str(number), *zero(case, names, layout=layout))
-            assert differing(expected, got) == [], f"{case}, {saved_in} to {layout}"
-
-
-@pytest.fixture(scope="module", params=[1, 2, 3])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    run_ranks(_save_all, request.param, folder)
-    return Path(folder)
+# --------------------------------------------------------------------------- what is in a state
 
 
 def test_without_a_process_group_too(tmp_path: Path) -> None:
     save_one(tmp_path, ADAMW, 3, missing=True)
     for got in [load_adamw(tmp_path, True), *run_ranks(load_adamw, 2, tmp_path, True)]:
         assert differing(unbroken(ADAMW), got) == []
-
-
-# --------------------------------------------------------------------------- what is in a state
 
 
 class Nesting(OneByOne):

@@ -35,6 +35,7 @@ def reduce_a_loss(rank: int, store: str) -> None:
     time.sleep = lambda seconds: print(f"sleeps for {seconds}")  # at exit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "said"), [("compare_notes", ""), ("reduce_a_loss", "sleeps for 0.1\n")]
 )

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from models import from_rank
 from on_ranks import on_ranks
 from problems import same_bits
 from ranks import RankFailure, run_ranks
@@ -112,7 +113,8 @@ def test_what_one_rank_sends_the_other_receives() -> None:
 # ------------------------------------------------------------------------------------- groups
 
 
-def talk_within_subgroups() -> str:
+@on_ranks(4)
+def test_ranks_are_those_of_the_group_and_outsiders_are_refused() -> None:
     """Ranks 3 and 1 form a group, in that order if torch can: rank 3 is its rank 0."""
     members = [3, 1]
     rest = [0, 2]
@@ -138,32 +140,20 @@ def talk_within_subgroups() -> str:
         comm.receive(data, 0)
         assert data.tolist() == [ranks[0]] * 10
     # A rank that was left out of a group holds no group to talk in.
-    try:
+    match = f"global rank {dist.get_rank()} is not a member of the given .* ranks of that group"
+    with pytest.raises(ValueError, match=match):
         connect(others if mine is pair else pair)
-    except ValueError as error:
-        return str(error)
-    return "no error"
 
 
-def test_ranks_are_those_of_the_group_and_outsiders_are_refused() -> None:
-    for rank, message in enumerate(run_ranks(talk_within_subgroups, 4)):
-        assert f"global rank {rank} is not a member of the given process_group" in message
-        assert "only on the ranks of that group" in message
-
-
-def smallest_buckets() -> list[int]:
-    found = []
-    for exchanging in (group.EXCHANGING, frozenset()):
-        with mock.patch.object(group, "EXCHANGING", exchanging):
-            found.append(connect(None).min_bucket_bytes)
-    return found
-
-
+@on_ranks(2)
 def test_a_bucket_is_smaller_where_messages_are_cheap() -> None:
-    assert run_ranks(smallest_buckets, 2) == [[2**20, 8 * 2**20]] * 2
+    assert connect(None).min_bucket_bytes == 2**20
+    with mock.patch.object(group, "EXCHANGING", frozenset()):
+        assert connect(None).min_bucket_bytes == 8 * 2**20
 
 
-def bind_new_groups() -> list[Any]:
+@on_ranks(2)
+def test_new_groups_are_bound_to_the_device_of_the_parameters() -> None:
     """The devices to which new groups are bound, for a rank that works on an accelerator."""
     device, asked = torch.device("cuda:3"), []
     comm = GroupComm(dist.group.WORLD, [device])
@@ -182,15 +172,11 @@ def bind_new_groups() -> list[Any]:
             two = [device, torch.device("cuda:4")]
             made += [GroupComm(dist.group.WORLD, two).new_connection()]
     assert all(each.group is dist.group.WORLD for each in made)  # kept, so that it stays open
-    return asked
+    assert asked == ["None", "None", "None", "cuda:3", "None", "None", "None", "None"]
 
 
-def test_new_groups_are_bound_to_the_device_of_the_parameters() -> None:
-    expected = ["None", "None", "None", "cuda:3", "None", "None", "None", "None"]
-    assert run_ranks(bind_new_groups, 2) == [expected] * 2
-
-
-def steps_between_own_messages() -> tuple[list[float], list[float]]:
+@on_ranks(2)
+def test_messages_of_the_user_s_own_are_not_taken_for_ours() -> None:
     """Rank 1 is ready for a message that rank 0 sends only after a step and a consolidation."""
     params = [nn.Parameter(torch.zeros(1000)) for _ in range(3)]
     opt = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1.0, momentum=0.9)
@@ -211,14 +197,10 @@ def steps_between_own_messages() -> tuple[list[float], list[float]]:
         else:
             work.wait()
         received += message.unique().tolist()
-    return received, torch.cat([param.detach() for param in params]).unique().tolist()
-
-
-def test_messages_of_the_user_s_own_are_not_taken_for_ours() -> None:
-    first, second = run_ranks(steps_between_own_messages, 2)
-    assert first[0] == second[0] == [0.0, 1.0, 2.0, 3.0]
-    assert first[1] == second[1]
-    assert len(first[1]) == 1
+    assert received == [0.0, 1.0, 2.0, 3.0]
+    values = torch.cat([param.detach() for param in params]).unique().tolist()
+    assert len(values) == 1
+    assert values == from_rank(0, values)
 
 
 # --------------------------------------------------------------------------------- failures
@@ -289,10 +271,10 @@ def test_a_rank_that_dies_makes_the_others_raise_and_name_the_operation(
         assert seconds < TIMEOUT / 2 + 1
 
 
-def _constructions(count: int) -> list[int]:
-    """Construct an optimizer again and again; return the descriptors after each."""
+@on_ranks(2)
+def test_connections_of_optimizers_that_are_gone_are_closed() -> None:
     seen = []
-    for _ in range(count):
+    for _ in range(6):
         model = nn.Linear(4, 4)
         opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
         model(torch.ones(1, 4)).sum().backward()
@@ -300,16 +282,12 @@ def _constructions(count: int) -> list[int]:
         del model, opt
         gc.collect()
         seen.append(len(os.listdir("/proc/self/fd")))
-    return seen
+    assert max(seen[3:]) <= seen[2], seen
 
 
-def test_connections_of_optimizers_that_are_gone_are_closed() -> None:
-    for seen in run_ranks(_constructions, 2, 6):
-        assert max(seen[3:]) <= seen[2], seen
-
-
-def _connect_subgroup() -> list[Any]:
-    """Return the device that the default group is bound to while a subgroup is connected."""
+@on_ranks(2)
+def test_a_subgroup_is_not_split_off_a_bound_default_group() -> None:
+    """The ranks outside of the subgroup would have to take part."""
     world: Any = dist.group.WORLD
     comm = connect(dist.new_group([0, 1]))
     world.bound_device_id = torch.device("cuda", 0)
@@ -321,15 +299,11 @@ def _connect_subgroup() -> list[Any]:
 
     with mock.patch.object(dist, "new_group", noted):
         comm.new_connection()
-    return [*seen, str(world.bound_device_id)]
+    assert [*seen, str(world.bound_device_id)] == [None, None, "cuda:0"]
 
 
-def test_a_subgroup_is_not_split_off_a_bound_default_group() -> None:
-    # The ranks outside of the subgroup would have to take part.
-    assert run_ranks(_connect_subgroup, 2) == [[None, None, "cuda:0"]] * 2
-
-
-def keep_nothing() -> bool:
+@on_ranks(2, fresh=True)
+def test_a_group_that_the_user_has_destroyed_is_not_kept() -> None:
     comm = connect(None)
     made = comm.new_connection()
     kept = weakref.ref(made.group)
@@ -337,8 +311,4 @@ def keep_nothing() -> bool:
     gc.collect()
     dist.destroy_process_group()
     gc.collect()
-    return kept() is None
-
-
-def test_a_group_that_the_user_has_destroyed_is_not_kept() -> None:
-    assert run_ranks(keep_nothing, 2, fresh=True) == [True, True]
+    assert kept() is None

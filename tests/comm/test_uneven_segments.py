@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -49,7 +50,8 @@ def make(**options: Any) -> tuple[Lookup, ZeroRedundancyOptimizer]:
     return model, opt
 
 
-def say_what_is_sent() -> tuple[int, int]:
+@on_ranks(2, 3)
+def test_the_report_says_what_is_really_sent() -> None:
     model, opt = make(overlap=False)
     isend, sent = dist.isend, []
 
@@ -64,16 +66,11 @@ def say_what_is_sent() -> tuple[int, int]:
     note = len(list(model.parameters())) + Lockstep.nbytes + ERROR_NBYTES
     flags = note * (dist.get_world_size() - 1)
     report = opt.report()
-    return sum(sent) - flags, report.reduce_nbytes + report.gather_nbytes
+    assert sum(sent) - flags == report.reduce_nbytes + report.gather_nbytes
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_report_says_what_is_really_sent(world_size: int) -> None:
-    for sent, said in run_ranks(say_what_is_sent, world_size):
-        assert sent == said
-
-
-def step_and_leave() -> bool:
+@on_ranks(2)
+def test_a_rank_that_leaves_after_its_step_keeps_no_other_waiting() -> None:
     """Rank 1 has no use for the new parameters until the other has used them."""
     model, opt = make()
     model(torch.arange(64)).sum().backward()
@@ -81,10 +78,11 @@ def step_and_leave() -> bool:
     if dist.get_rank() != 1:
         model(torch.arange(64))
     dist.barrier()
-    return bool(model(torch.arange(64)).isfinite().all())
+    assert model(torch.arange(64)).isfinite().all()
 
 
-def step_before_another() -> bool:
+@on_ranks(2)
+def test_a_rank_that_steps_after_another_keeps_it_not_waiting() -> None:
     """Rank 1 waits, between its backward and its step, for rank 0 to have taken its own."""
     model, opt = make()
     message = torch.zeros(1)
@@ -96,7 +94,7 @@ def step_before_another() -> bool:
         if dist.get_rank() == 0:
             dist.send(message, 1)
         opt.zero_grad()
-    return bool(model(torch.arange(64)).isfinite().all())
+    assert model(torch.arange(64)).isfinite().all()
 
 
 class Averaged(torch.autograd.Function):
@@ -125,7 +123,8 @@ def late_on_all_but_one(state: Any, bucket: Any) -> Any:
     return future
 
 
-def collect_in_backward() -> bool:
+@on_ranks(2)
+def test_a_rank_that_is_in_a_collective_of_its_backward_keeps_no_other_waiting() -> None:
     torch.manual_seed(0)
     first, *rest = (nn.Linear(256, 256, bias=False) for _ in range(3))
     ddp = DistributedDataParallel(nn.Sequential(first, Average(), *rest), bucket_cap_mb=0.2)
@@ -141,14 +140,7 @@ def collect_in_backward() -> bool:
     ddp.register_comm_hook(None, hook)
     for _ in range(4):
         ddp(torch.randn(2, 256)).square().mean().backward()
-    return all(bool(param.isfinite().all()) for param in ddp.parameters())
-
-
-@pytest.mark.parametrize("train", [step_and_leave, step_before_another, collect_in_backward])
-def test_a_rank_that_waits_for_something_else_keeps_no_other_waiting(
-    train: Callable[[], bool],
-) -> None:
-    assert run_ranks(train, 2) == [True, True]
+    assert all(param.isfinite().all() for param in ddp.parameters())
 
 
 ENDS = """

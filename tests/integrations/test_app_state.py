@@ -60,27 +60,24 @@ def _train(model: Any, opt: Any, seed: int) -> None:
     opt.zero_grad()
 
 
-def _save_and_load(folder: str, saved: bool, loaded: bool) -> bool:
-    """Save from a run and load into another, each sharded or not; return whether it goes on."""
+@pytest.mark.parametrize(("saved", "loaded"), [(True, True), (True, False), (False, True)])
+@on_ranks(2)
+def test_app_state_goes_on_where_it_was_saved(saved: bool, loaded: bool, tmp_path: Path) -> None:
+    """Save from a run and load into another, each sharded or not."""
     model, opt, shown = _setup(saved)
     for step in range(2):
         _train(model, opt, step)
-    dcp.save({"app": AppState(model, shown)}, checkpoint_id=folder)
+    dcp.save({"app": AppState(model, shown)}, checkpoint_id=tmp_path)
     other, its_opt, shown = _setup(loaded)
     with torch.no_grad():
         for param in other.parameters():
             param.zero_()
-    dcp.load({"app": AppState(other, shown)}, checkpoint_id=folder)
+    dcp.load({"app": AppState(other, shown)}, checkpoint_id=tmp_path)
     for step in range(2, 4):
         _train(model, opt, step)
         _train(other, its_opt, step)
     pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(*pair) for pair in pairs)
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [(True, True), (True, False), (False, True)])
-def test_app_state_goes_on_where_it_was_saved(saved: bool, loaded: bool, tmp_path: Path) -> None:
-    assert run_ranks(_save_and_load, 2, str(tmp_path), saved, loaded) == [True, True]
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 def _state(folder: str, load: bool) -> Any:

@@ -95,6 +95,7 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_clipping_counts_every_part_once() -> None:
     mesh = make_mesh(2, 2)
@@ -137,6 +138,7 @@ def test_autograd_sees_that_a_step_changed_a_dtensor() -> None:
     out.backward()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_dtensors_may_be_frozen_unfrozen_and_converted() -> None:
     """Another dtype, and another set of trainable parameters, between two steps."""
@@ -163,6 +165,13 @@ def test_dtensors_may_be_frozen_unfrozen_and_converted() -> None:
 # ----------------------------------------------------------------------------------- the state
 
 
+@pytest.mark.parametrize(("dp", "tp"), [pytest.param(2, 2, marks=pytest.mark.slow), (2, 1), (1, 2)])
+def test_parameters_and_state_are_those_of_the_unsharded_part_and_load_at_the_same_place(
+    dp: int, tp: int
+) -> None:
+    run_ranks(_saved_and_loaded, dp * tp, dp, tp)
+
+
 def _saved_and_loaded(dp: int, tp: int) -> None:
     """Trained, consolidated, loaded into another optimizer at the same place, and trained on.
 
@@ -186,13 +195,6 @@ def _saved_and_loaded(dp: int, tp: int) -> None:
         resumed = sharded(got, mesh, case, layout="auto", parameters_as_bucket_view=not views)
         resumed.load_state_dict(saved[0])
         assert not step_both(mesh, (expected, plain), (got, resumed), LATER), (case, views)
-
-
-@pytest.mark.parametrize(("dp", "tp"), MESHES)
-def test_parameters_and_state_are_those_of_the_unsharded_part_and_load_at_the_same_place(
-    dp: int, tp: int
-) -> None:
-    run_ranks(_saved_and_loaded, dp * tp, dp, tp)
 
 
 @on_ranks(4)

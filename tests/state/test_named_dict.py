@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from models import consolidated
 from on_ranks import on_ranks
-from problems import LAYOUTS, copies, difference, differing, set_gradients
-from ranks import run_ranks
+from problems import LAYOUTS, assert_alike, copies, differing, set_gradients
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -83,7 +83,10 @@ def goes_on(net: Net, opt: Any, values: Any) -> list[int]:
 # ------------------------------------------------------------------------------------ by name
 
 
-def _from_fsdp2(mode: str, layout: str) -> list[Any]:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_the_full_dict_of_fsdp2_loads(mode: str, layout: str) -> list[int]:
     net = Net()
     for part in (net.up, net.down, net):
         fully_shard(part)
@@ -95,13 +98,8 @@ def _from_fsdp2(mode: str, layout: str) -> list[Any]:
     ours, sharded = zero(layout)
     sharded.load_state_dict(state)
     plain, _ = trained()
-    return [*goes_on(ours, sharded, plain.state_dict()), difference(before, state)]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mode", MODES)
-def test_the_full_dict_of_fsdp2_loads(mode: str, layout: str) -> None:
-    assert run_ranks(_from_fsdp2, 2, mode, layout) == [[None], [None]]
+    assert_alike(before, state)
+    return goes_on(ours, sharded, plain.state_dict())
 
 
 def _replace(key: str, rename: dict[str, str]) -> str:
@@ -207,26 +205,18 @@ def test_a_dict_of_dtensors_is_refused() -> None:
 # ------------------------------------------------------------------------------- the other way
 
 
-def _to_names() -> list[Any]:
+@on_ranks(2)
+def test_a_consolidated_dict_with_names_is_what_torch_gives() -> list[int]:
     net, opt = zero()
     train(net, opt, range(3))
-    opt.consolidate_state_dict(to=0)
-    if opt.rank > 0:
-        return []
-    state = by_name(opt.state_dict(), [spec.name for spec in opt.plan.specs])
+    state = by_name(consolidated(opt), [spec.name for spec in opt.plan.specs])
     plain, unsharded = trained()
     expected = get_optimizer_state_dict(plain, unsharded)
-    found: list[Any] = [
-        difference(expected["state"], {name: state["state"][name] for name in expected["state"]})
-    ]
+    assert_alike(expected["state"], {name: state["state"][name] for name in expected["state"]})
     again = Net()
     fresh = optim.AdamW(groups_of(again))
     set_optimizer_state_dict(again, fresh, state)
-    return [*found, *goes_on(again, fresh, net.state_dict())]
-
-
-def test_a_consolidated_dict_with_names_is_what_torch_gives() -> None:
-    assert run_ranks(_to_names, 2) == [[None], []]
+    return goes_on(again, fresh, net.state_dict())
 
 
 def test_names_have_to_be_as_many_as_parameters() -> None:
@@ -238,8 +228,24 @@ def test_names_have_to_be_as_many_as_parameters() -> None:
 # -------------------------------------------------------------------- what a dict does not cover
 
 
-def _warned(kind: str) -> list[str]:
-    """What loading says when the dict is complete, empty, or lacks some parameters."""
+IN_PART = (
+    "the loaded state has nothing for 2 of 4 trainable parameters ('down.weight', 'up.bias'): "
+    "these resume from zero"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("complete", []),
+        ("SGD keeps none", []),
+        ("frozen", []),
+        ("empty", ["the loaded state is empty: this resumes from zero"]),
+        ("in part", [IN_PART]),
+    ],
+)
+@on_ranks(1, 2)
+def test_a_dict_that_does_not_cover_what_trains_is_warned_of(kind: str, said: list[str]) -> None:
     net, ours = Net(), Net()
     for each in (net, ours):
         each.up.requires_grad_(kind != "frozen")
@@ -254,27 +260,4 @@ def _warned(kind: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         opt.load_state_dict(unsharded.state_dict())
-    return [str(w.message) for w in caught if w.category is UserWarning]
-
-
-IN_PART = (
-    "the loaded state has nothing for 2 of 4 trainable parameters ('down.weight', 'up.bias'): "
-    "these resume from zero"
-)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("complete", []),
-        ("SGD keeps none", []),
-        ("frozen", []),
-        ("empty", ["the loaded state is empty: this resumes from zero"]),
-        ("in part", [IN_PART]),
-    ],
-)
-def test_a_dict_that_does_not_cover_what_trains_is_warned_of(
-    kind: str, said: list[str], world_size: int
-) -> None:
-    assert run_ranks(_warned, world_size, kind) == [said] * world_size
+    assert [str(w.message) for w in caught if w.category is UserWarning] == said

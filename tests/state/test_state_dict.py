@@ -91,7 +91,8 @@ def goes_on(
     return train(opt, params, range(4, 8))
 
 
-def _consolidates_to_the_unsharded_dict() -> None:
+@on_ranks(1, pytest.param(2, marks=pytest.mark.slow), 3, 4)
+def test_the_consolidated_dict_is_the_unsharded_one_and_only_its_receiver_has_it() -> None:
     world_size = dist.get_world_size()
     for number, case in enumerate(CASES if world_size < 3 else FIRSTS):
         params, unsharded = plain(case)
@@ -111,13 +112,6 @@ def _consolidates_to_the_unsharded_dict() -> None:
                         opt.state_dict()
                 if wanted is before:
                     train(opt, params, range(4), missing=case.missing)
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3, 4])
-def test_the_consolidated_dict_is_the_unsharded_one_and_only_its_receiver_has_it(
-    world_size: int,
-) -> None:
-    run_ranks(_consolidates_to_the_unsharded_dict, world_size)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -146,7 +140,9 @@ def _save(folder: str) -> None:
             torch.save(saved, f"{folder}/{opt.world_size}-{number}.pt")
 
 
-def _load_and_go_on(folder: str) -> None:
+@pytest.mark.slow
+@on_ranks(1, 2, 3, 4)
+def test_a_run_goes_on_at_any_world_size_from_any_other_and_from_torch(folder: Path) -> None:
     for number, case in enumerate(FIRSTS):
         saved, values, expected, expected_state = half_a_run(case)
         for turn, source in enumerate(("torch", 1, 2, 3, 4)):
@@ -168,20 +164,12 @@ def _load_and_go_on(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of runs on one to four ranks."""
     folder = tmp_path_factory.mktemp("saved")
     for world_size in (1, 2, 3, 4):
         run_ranks(_save, world_size, str(folder))
     return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_a_run_goes_on_at_any_world_size_from_any_other_and_from_torch(
-    saved: Path, world_size: int
-) -> None:
-    run_ranks(_load_and_go_on, world_size, str(saved))
 
 
 def _storages(value: Any) -> set[int]:
@@ -251,7 +239,8 @@ def test_what_belongs_to_no_parameter_is_copied_too() -> None:
     assert opt.state_dict()["state"]["all"]["count"] == opt.state_dict()["total"] == 4
 
 
-def _hooks() -> list[Any]:
+@on_ranks(1, 2)
+def test_hooks_of_the_outer_optimizer_fire() -> None:
     params, opt = zero(Case(optim.Adam))
     calls: list[Any] = []
 
@@ -275,13 +264,8 @@ def _hooks() -> list[Any]:
         opt.consolidate_state_dict(to=to)
         if opt.rank == to:
             opt.load_state_dict(opt.state_dict())
-    return calls
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_hooks_of_the_outer_optimizer_fire(world_size: int) -> None:
-    expected = [(w, True) for w in ("saving", "saved", "loading epoch 7", "loaded lr 0.5")]
-    assert run_ranks(_hooks, world_size) == [expected] * world_size
+    expected = ("saving", "saved", "loading epoch 7", "loaded lr 0.5")
+    assert calls == [(call, True) for call in expected]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -408,7 +392,8 @@ def test_state_that_cannot_be_sent_is_refused_on_every_rank() -> None:
     opt.consolidate_state_dict()
 
 
-def _looks_it_up() -> Any:
+@on_ranks(2)
+def test_a_look_at_state_that_is_not_there_does_no_harm() -> None:
     params = make_params([(30, 30), (30,)])
     opt = ZeroRedundancyOptimizer(params, optim.Adam, layout="sliced", bucket_bytes=1)
     params[1].grad = torch.ones(30)
@@ -417,11 +402,6 @@ def _looks_it_up() -> Any:
         for group in opt.optim.param_groups:
             for piece in group["params"]:
                 opt.optim.state[piece].get("step")
-    opt.consolidate_state_dict()
-    return opt.state_dict()["state"] if opt.rank == 0 else None
-
-
-def test_a_look_at_state_that_is_not_there_does_no_harm() -> None:
-    found, _ = run_ranks(_looks_it_up, 2)
+    found = consolidated(opt)["state"]
     assert not found.get(0)
     assert found[1]["step"] == 1

@@ -20,12 +20,12 @@ from ranks import raises_on_every_rank, run_ranks
 
 
 def on_ranks(
-    *world_sizes: int, raises: Any = None, match: str | None = None, **options: Any
+    *world_sizes: Any, raises: Any = None, match: str | None = None, **options: Any
 ) -> Callable[[Callable[..., list[Any] | None]], Callable[..., None]]:
     """Run a test on rank processes. It passes if no rank raises or returns anything but [].
 
     Args:
-        *world_sizes: Numbers of ranks. With several, each is a test.
+        *world_sizes: Numbers of ranks, or `pytest.param`s of them. With several, each is a test.
         raises: The error that every rank has to raise by itself, if it is to raise one.
         match: A pattern for the message of that error.
         **options: ``timeout`` and ``fresh`` of `run_ranks`.
