@@ -63,7 +63,8 @@ def main() -> int:
         opt.step()
         opt.zero_grad()
 
-    iterate()
+    for _ in range(3):  # the first steps check more
+        iterate()
     hops = Hops()
     sys.setprofile(hops)
     iterate()

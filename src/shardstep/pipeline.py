@@ -18,8 +18,7 @@ from shardstep.gather import ParamGather
 from shardstep.gradients import GradientSource
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
-from shardstep.params.shard import Shard
-from shardstep.params.sharded_params import ShardedParams
+from shardstep.params.sharded_params import Shard, ShardedParams
 
 T = TypeVar("T")
 Closure = Callable[[], float]

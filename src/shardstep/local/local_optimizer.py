@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -23,7 +25,7 @@ from shardstep.local.multi_class import (
 )
 from shardstep.local.sandbox import sandbox
 from shardstep.local.train_eval import set_mode, start_training
-from shardstep.params.groups import group_lengths, group_ranges, hand_edit
+from shardstep.params.groups import describe_edit, group_ranges
 from shardstep.params.inputs import check_optimizer
 from shardstep.params.same_bits import is_plain
 from shardstep.params.sharded_params import ShardedParams
@@ -91,7 +93,7 @@ class LocalOptimizer:
 
     def _take(self, params: ShardedParams) -> None:
         self._params, self._shard = params, params.shard
-        self._lengths = group_lengths(self._exposed)
+        self._lengths = [len(group["params"]) for group in self._exposed]
 
     def _held(self) -> list[Held]:
         """Return this rank's pieces of each group."""
@@ -117,7 +119,7 @@ class LocalOptimizer:
             kwargs["closure"] = closure
         with self._no_empty_groups(self.optim, gradients_follow=closure is not None):
             result = self.optim.step(**kwargs)
-        self.stepped = True
+        self._stepped = True
         return result
 
     def set_mode(self, mode: str, /, *args: Any, **kwargs: Any) -> None:
@@ -129,6 +131,8 @@ class LocalOptimizer:
         self, optim: Optimizer, gradients_follow: bool = True
     ) -> contextlib.AbstractContextManager[None]:
         """Fill empty groups of `optim` with placeholders, where its class needs that."""
+        if all(group["params"] for group in optim.param_groups):
+            return contextlib.nullcontext()
         placeholders = {}
         ranges = group_ranges(self._exposed)
         for number in self._groups_to_fill():
@@ -162,10 +166,12 @@ class LocalOptimizer:
 
     def hand_edit(self) -> str | None:
         """Return an error if the user has changed which parameters the exposed groups have."""
-        specs = self._params.plan.specs
-        return hand_edit(
-            self._exposed, self._lengths, self._params.params, lambda: [s.name for s in specs]
-        )
+        lists = [group.get("params", ()) for group in self._exposed]
+        params, specs = self._params.params, self._params.plan.specs
+        same = all(map(is_, chain.from_iterable(lists), params))
+        if same and [*map(len, lists)] == self._lengths:
+            return None
+        return describe_edit(lists, self._lengths, params, [spec.name for spec in specs])
 
     def refuse_hand_edit(self) -> None:
         """Raise a `ValueError` if there is such an error."""

@@ -127,7 +127,7 @@ class Mode(ShardView):
     def check_replaced(self) -> None:
         """Raise if the module was given a parameter that would never be stepped."""
         if self.watch is not None:
-            self.watch.check(self.params)
+            self.watch.check(self.pipeline.params.params)
 
     def synchronise_start(self) -> None:
         """Give all ranks the same starting values, if this mode does. Called on every rank."""

@@ -37,7 +37,8 @@ class DropIn(Mode):
         if self.join.enabled:
             provide_gradients(self.comm, self.plan, self.groups, joined=False)
         else:
-            self._synchronised.check(self.plan.specs, self.params)
+            params = self.pipeline.params
+            self._synchronised.check(params.plan.specs, params.params)
 
     @override
     def shadow(self, step: Callable[[], object], zero_grad: Callable[[bool], object]) -> None:

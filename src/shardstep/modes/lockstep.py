@@ -80,7 +80,7 @@ class Lockstep:
         marks = (
             GIVEN_UP * given_up
             + JOINED * self._mode.join.shadowing
-            + EDITED * (self._mode.local.hand_edit() is not None)
+            + EDITED * (self._mode.pipeline.local.hand_edit() is not None)
         )
         options = plain_options(self._mode.groups)
         if options != self._options:
@@ -111,7 +111,8 @@ class Lockstep:
     def meet(self) -> None:
         """Send this rank's note to all ranks and compare theirs. Called on every rank."""
         if self._mode.comm.world_size > 1:
-            work, rows = exchange_rows(self._mode.comm, self.write(), self._mode.params[0].device)
+            device = self._mode.pipeline.params.params[0].device
+            work, rows = exchange_rows(self._mode.comm, self.write(), device)
             work.wait()
             self.read(rows)
 

@@ -126,6 +126,7 @@ class ModuleMode(Mode):
 
     @override
     def attach(self) -> None:
+        self._at_backward = UncopiedHook(self._backward_starts)
         handles = [
             self._module.register_forward_pre_hook(UncopiedHook(self._before_forward)),
             self._module.register_forward_hook(UncopiedHook(self._after_forward)),
@@ -164,7 +165,7 @@ class ModuleMode(Mode):
             # Not on a leaf, such as a parameter that the module returns: it outlives the pass and
             # would collect a hook at each one.
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(UncopiedHook(self._backward_starts))  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._at_backward)  # type: ignore[no-untyped-call]
 
     def _backward_starts(self, grad: torch.Tensor) -> None:
         self._reducer.expect_backward()
@@ -241,9 +242,8 @@ class ModuleMode(Mode):
             return
         params = self.pipeline.params
         with torch._C.DisableTorchFunctionSubclass():
-            waits = self._reducer.has_gradients() or params.intact()
-            pairs = zip(params.params, params.trainable, strict=True)
-            late = [n for n, (p, trains) in enumerate(pairs) if p.requires_grad and not trains]
+            waits = self._reducer.has_gradients() or params.storage.intact()
+            late = [index for index in params.frozen if params.params[index].requires_grad]
         if not waits:
             self.follow()
         elif late:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, chain, pairwise
-from operator import is_
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ def group_ranges(groups: Sequence[Mapping[str, Any]]) -> list[range]:
         >>> group_ranges([{"params": ["weight", "bias"]}, {"params": []}, {"params": ["head"]}])
         [range(0, 2), range(2, 2), range(2, 3)]
     """
-    stops = accumulate(group_lengths(groups), initial=0)
+    stops = accumulate((len(group.get("params", ())) for group in groups), initial=0)
     return [range(start, stop) for start, stop in pairwise(stops)]
 
 
@@ -34,27 +33,18 @@ def rename_params(state_dict: Mapping[str, Any], new_ids: Mapping[Any, Any]) -> 
     }
 
 
-def group_lengths(groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the number of parameters of each group."""
-    return [len(group.get("params", ())) for group in groups]
-
-
-def hand_edit(
-    groups: Sequence[Mapping[str, Any]],
+def describe_edit(
+    lists: Sequence[Sequence[torch.Tensor]],
     lengths: Sequence[int],
     params: Sequence[torch.Tensor],
-    names: Callable[[], Sequence[str]],
-) -> str | None:
-    """Return an error unless groups of these lengths have these parameters, in this order.
+    names: Sequence[str],
+) -> str:
+    """Return an error: groups have these parameters, in place of `params` in groups of `lengths`.
 
     The plan places the parameters that there were when it was made.
     """
-    lists = [group.get("params", ()) for group in groups]
-    now = list(chain.from_iterable(lists))
-    if group_lengths(groups) == lengths and all(map(is_, now, params)):
-        return None
-    known, there = {id(param) for param in params}, {id(param) for param in now}
-    gone = [name for param, name in zip(params, names(), strict=True) if id(param) not in there]
+    known, there = {id(param) for param in params}, {id(param) for held in lists for param in held}
+    gone = [name for param, name in zip(params, names, strict=True) if id(param) not in there]
     if gone:
         what = f"parameter {gone[0]!r} is no longer in it"
         fix = "freeze a parameter with requires_grad_(False) to leave it out of the step"
@@ -63,8 +53,8 @@ def hand_edit(
         what = f"group {number} has a parameter that is not the optimizer's"
         fix = "call add_param_group() on every rank"
     else:
-        what = f"it has groups of {group_lengths(groups)} parameters, in place of {lengths}"
-        if group_lengths(groups) == lengths:
+        what = f"it has groups of {[*map(len, lists)]} parameters, in place of {lengths}"
+        if [*map(len, lists)] == lengths:
             what = "its parameters are in another order"
         fix = "leave parameters where they are, or construct another optimizer"
     return f"param_groups was edited by hand: {what}; {fix}"
