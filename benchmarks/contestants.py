@@ -42,11 +42,13 @@ class Setup:
         device: the type of device that the model is on.
         muon: Muon for the matrices of the blocks, and AdamW for the rest; else AdamW for all.
         bucket_bytes: of ours; None for the default.
+        compiled: compile as each tool wants it.
     """
 
     device: str = "cpu"
     muon: bool = False
     bucket_bytes: int | None = None
+    compiled: bool = False
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return parameter groups, each with its `optimizer_class` and its options."""
@@ -89,7 +91,7 @@ class Trainee:
         model: what is called, wrapper included.
         optimizer: what is stepped.
         local_optimizer: the one whose state and gradients are this rank's share.
-        compiled: the modules to compile.
+        to_compile: the modules to compile, if it is asked for; None for the model.
     """
 
     def __init__(
@@ -97,12 +99,12 @@ class Trainee:
         model: nn.Module,
         optimizer: Any,
         local_optimizer: Any = None,
-        compiled: Sequence[nn.Module] = (),
+        to_compile: Sequence[nn.Module] | None = None,
     ) -> None:
         self.model: Any = model
         self.optimizer = optimizer
         self.local_optimizer = local_optimizer or getattr(optimizer, "optim", optimizer)
-        self.compiled = compiled or [model]
+        self.to_compile = [model] if to_compile is None else to_compile
 
     def step(self, x: Tensor, y: Tensor, after_backward: Callable[[], None] | None = None) -> float:
         """Train on one batch and return this rank's loss. Called on every rank."""
@@ -189,10 +191,9 @@ def _fsdp2(make_model: ModelFactory, setup: Setup) -> Trainee:
 
     model = make_model()
     mesh = DeviceMesh.from_group(dist.new_group(), setup.device)
-    blocks = [m for layers in model.modules() if isinstance(layers, nn.ModuleList) for m in layers]
-    for module in [*blocks, model]:
+    for module in [*_blocks(model), model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    return Trainee(model, setup.optimizer(model), compiled=blocks)
+    return Trainee(model, setup.optimizer(model), to_compile=_blocks(model))
 
 
 @contestant("zero1", "DDP, shardstep's ZeroRedundancyOptimizer over fused AdamW, bucket views")
@@ -204,7 +205,11 @@ def _zero1(make_model: ModelFactory, setup: Setup) -> Trainee:
 @contestant("zero2", "shardstep's ZeroRedundancyOptimizer with module=model, no DDP")
 def _zero2(make_model: ModelFactory, setup: Setup) -> Trainee:
     model = make_model()
-    return Trainee(model, _sharded(model, setup, dist.new_group(), module=model))
+    if setup.compiled:
+        for block in _blocks(model):
+            block.compile()  # before the optimizer is constructed, which keeps the overlap
+    optimizer = _sharded(model, setup, dist.new_group(), module=model)
+    return Trainee(model, optimizer, to_compile=())
 
 
 @contestant("whole", "shardstep's ZeroRedundancyOptimizer over Adafactor, which is never cut")
@@ -244,6 +249,10 @@ def _with_hook(make_model: ModelFactory, setup: Setup, make_hook: Callable[..., 
     hook = make_hook(allreduce_hook, model, optimizer)
     model.register_comm_hook(model.process_group, hook)
     return Trainee(model, optimizer)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    return [m for layers in model.modules() if isinstance(layers, nn.ModuleList) for m in layers]
 
 
 def _wrapped(model: nn.Module, *, gradient_as_bucket_view: bool = True) -> DistributedDataParallel:

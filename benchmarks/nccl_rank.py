@@ -80,7 +80,8 @@ class Workload:
     @property
     def setup(self) -> Setup:
         nbytes = None if self.bucket_mib is None else int(self.bucket_mib * 2**20)
-        return Setup("cuda" if self.num_gpus else "cpu", self.muon, nbytes)
+        device = "cuda" if self.num_gpus else "cpu"
+        return Setup(device, self.muon, nbytes, self.compiled)
 
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -99,7 +100,7 @@ class Runner:
         self.peaks = {"construction": self._take_peak()}
         self.held = torch.cuda.memory_allocated() if self.cuda else 0
         if workload.compiled:
-            for module in self.trainee.compiled:
+            for module in self.trainee.to_compile:
                 module.compile()
         # Load kernels, connect and compile now, while the other contestants do. They do it at the
         # same time, so activations are small unless the shapes matter.

@@ -130,11 +130,15 @@ def _trained(mode: str, double: Callable[[Comm], Comm] | None, options: dict[str
     dtype = torch.bfloat16 if "precision" in options else torch.float32
     torch.manual_seed(0)
     module = MLP().to(dtype)
+    options = dict(options)
+    for layer in module.layers if options.pop("compiled", False) else ():
+        layer.compile(backend="aot_eager")
     with behind_the_door(double) if double else contextlib.nullcontext():
         setup = sharded(mode, module, ADAMW, zero=options)
     disturb: Callable[..., None] = Disturbance() if double else lambda *_: None
     for part in module.modules():
-        part.register_forward_pre_hook(disturb)
+        if part._compiled_call_impl is None:
+            part.register_forward_pre_hook(disturb)
     for param in module.parameters():
         param.register_hook(disturb)
     # Made beforehand, since the host waits for the device when it copies them.
@@ -164,6 +168,7 @@ def _changed(mode: str, double: Callable[[Comm], Comm], options: dict[str, Any])
     [
         *((mode, {}) for mode in ALL),
         ("module", {"layout": "whole"}),
+        ("module", {"compiled": True}),
         ("module", {"precision": MixedPrecision()}),
         ("drop-in", {"layout": "whole"}),
     ],

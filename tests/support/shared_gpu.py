@@ -35,6 +35,9 @@ class Service:
         self.environment = {
             "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
             "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
+            # MPS gives a process two queues. Streams that share one run in turn, and a missing wait
+            # between them does not show.
+            "CUDA_DEVICE_MAX_CONNECTIONS": "8",
         }
         self.running = False
         self.refusal = ""
@@ -51,8 +54,8 @@ class Service:
             return
         shutil.rmtree(self._folder, ignore_errors=True)
         try:
-            for path in self.environment.values():
-                Path(path).mkdir(mode=0o700, parents=True)
+            for name in ("pipe", "log"):
+                (self._folder / name).mkdir(mode=0o700, parents=True)
             self._control("-d", seconds=20)
         except (OSError, subprocess.SubprocessError) as error:
             self.refuse(f"{CONTROL} -d failed: {error}")

@@ -14,7 +14,7 @@ Reads that bypass Python are not seen. A kernel that gets a parameter from C++ i
 on the module that owns the parameter. Not covered are: such a kernel outside that module's forward,
 a function transform or DLPack export of the parameter itself, a tensor on the same memory taken
 before the launch, and the replay of a CUDA graph. Construct the optimizer with `overlap=False` for
-those. Compiled and scripted code reads parameters without Python: from the first compilation or
+those. Compiled and scripted code reads parameters without Python: see `compiled.py`. From the first
 trace on, and for a scripted module, every gather is over when the step returns.
 """
 
@@ -112,11 +112,11 @@ class _InFlight:
     # In these two, torch decides by the parameter's class before it reads the data.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _wait(self)
+        wait_if_in_flight(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _wait(self)
+        wait_if_in_flight(self)
         return self.__reduce_ex__(protocol)
 
     @classmethod
@@ -131,13 +131,13 @@ class _InFlight:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, dict(kwargs or {}))):
-            if isinstance(leaf, _InFlight):
-                _wait(leaf)
+            wait_if_in_flight(leaf)
         return func(*args, **(kwargs or {}))
 
 
-def _wait(param: _InFlight) -> None:
-    flight = getattr(param, "_shardstep_flight", None)
+def wait_if_in_flight(value: Any) -> None:
+    """Wait until `value` has arrived, if it is a parameter in flight."""
+    flight = getattr(value, "_shardstep_flight", None) if isinstance(value, _InFlight) else None
     if flight is not None:  # another thread may just have waited for it
         flights, bucket = flight
         flights.wait_for(bucket)

@@ -14,15 +14,21 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from shardstep.comm import Comm
 from shardstep.comm.at_exit import ends_with_error
 from shardstep.comm.spans import span
 from shardstep.gather.base import ParamGather, describe
+from shardstep.gather.compiled import (
+    CompiledPart,
+    Handle,
+    parts_that_read,
+    runs_outside_python,
+    watch_compiler,
+)
 from shardstep.gather.in_flight import FailedGather, Flights, on_launching_stream
-from shardstep.params.module_hook import UncopiedHook, remove_hooks, when_freed
+from shardstep.params.module_hook import Removable, UncopiedHook, remove_hooks, when_freed
 from shardstep.params.sharded_params import ShardedParams
 
 
@@ -40,24 +46,27 @@ class OverlappedGather(ParamGather):
             [params.params[slot.param] for slot in bucket.slots] for bucket in self._buckets
         ]
         self._flights = Flights(self._params)
-        self._overlap = not _runs_outside_python(module)
-        self._handles: list[RemovableHandle] = []
+        watch_compiler(_compilation_starts)
+        self._overlap = not runs_outside_python(module)
+        self._compiled: list[CompiledPart] = []
+        self._handles: list[Removable] = []
         if self._overlap:
             self._hook_forward(module)
         when_freed(self, _remove_after_last, self._flights, self._handles)
         _alive.add(self)
-        _watch_compiler()
 
     def _hook_forward(self, module: torch.nn.Module) -> None:
         bucket_of = {param: number for number, held in enumerate(self._params) for param in held}
-        at_root = UncopiedHook(_make_root_hook(self._flights))
+        at_root = UncopiedHook(_make_root_hook(self._flights, self._compiled))
         self._handles.append(module.register_forward_pre_hook(at_root))
-        for part in module.modules():
-            params = part.parameters(recurse=False)
-            own = {bucket_of[param] for param in params if param in bucket_of}
-            if own:
-                hook = _WaitHook(self._flights, weakref.ref(self), sorted(own))
+        for part, compiled, params in list(parts_that_read(module)):
+            own = sorted({bucket_of[param] for param in params if param in bucket_of})
+            if compiled:
+                self._compiled.append(CompiledPart(part, self._flights, own))
+            elif own:
+                hook = _WaitHook(self._flights, weakref.ref(self), own)
                 self._handles.append(part.register_forward_pre_hook(hook))
+        self._handles += map(Handle, self._compiled)
 
     @override
     def share_error(self, error: Exception | None) -> None:
@@ -75,6 +84,8 @@ class OverlappedGather(ParamGather):
     def launch(self, buckets: Collection[int] | None = None) -> None:
         if self._comm.world_size == 1:
             return
+        if not _in_place(self._compiled):
+            self.disable_overlap()
         error: RuntimeError | None = None
         for number, bucket in enumerate(self._buckets):
             if buckets is not None and number not in buckets:
@@ -96,6 +107,13 @@ class OverlappedGather(ParamGather):
     @override
     def wait(self) -> None:
         self._flights.wait()
+
+    def compilation_starts(self, within_part: bool) -> None:
+        """Let the compiler see parameters that have arrived; the rest: see `compiled.py`."""
+        if within_part:
+            self.wait()
+        else:
+            self.disable_overlap()
 
     def disable_overlap(self) -> None:
         """Wait within `launch` from now on, and remove the module hooks."""
@@ -133,23 +151,26 @@ class _WaitHook(UncopiedHook):
             super().__call__(*args)
 
 
-def _make_root_hook(flights: Flights) -> Callable[..., None]:
+def _in_place(parts: Sequence[CompiledPart]) -> bool:
+    return all(part.in_place for part in parts)
+
+
+def _make_root_hook(flights: Flights, compiled: Sequence[CompiledPart]) -> Callable[..., None]:
     def wait_at_root(module: torch.nn.Module, args: Any) -> None:
         flights.wait_for_errors()
         # Torch skips fused inference kernels for tensor subclasses, and the fallback rounds
         # differently.
-        if not module.training:
+        if not module.training or not _in_place(compiled):
             flights.wait()
 
     return wait_at_root
 
 
-def _remove_after_last(flights: Flights, handles: Sequence[RemovableHandle]) -> None:
+def _remove_after_last(flights: Flights, handles: Sequence[Removable]) -> None:
     flights.after_last(lambda: remove_hooks(handles))
 
 
 _alive: weakref.WeakSet[OverlappedGather] = weakref.WeakSet()
-_compiler_watched = False
 
 
 def _wait_for_all() -> None:
@@ -170,26 +191,8 @@ def _wait_at_exit() -> None:
             _wait_for_all()
 
 
-def _watch_compiler() -> None:
-    """Disable overlap in this process when torch.compile starts for the first time."""
-    global _compiler_watched
-    if not _compiler_watched:
-        from torch._dynamo.callback import callback_handler
-
-        callback_handler.register_start_callback(_compilation_starts)
-        _compiler_watched = True
-
-
-def _compilation_starts(args: Any = None) -> None:
+def _compilation_starts(within_part: bool) -> None:
     for gather in list(_alive):
         # A gather that failed is no affair of the code that is compiled: its own parameters raise.
         with contextlib.suppress(RuntimeError):
-            gather.disable_overlap()
-
-
-def _runs_outside_python(module: torch.nn.Module) -> bool:
-    """Return whether scripted or compiled code may read the parameters of `module`."""
-    from torch._dynamo.utils import counters
-
-    scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
-    return scripted or bool(counters["frames"])
+            gather.compilation_starts(within_part)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 from torch._compile import _disable_dynamo
-from torch.utils.hooks import RemovableHandle
 
 
 class UncopiedHook:
@@ -50,7 +49,14 @@ def when_freed(owner: object, act: Callable[..., None], *args: Any) -> Callable[
     return finalizer
 
 
-def remove_hooks(handles: Sequence[RemovableHandle]) -> None:
+class Removable(Protocol):
+    """A handle of something that was put on a module or tensor."""
+
+    def remove(self) -> None:
+        """Take it away."""
+
+
+def remove_hooks(handles: Sequence[Removable]) -> None:
     """Remove hooks from their modules and tensors."""
     for handle in handles:
         handle.remove()

@@ -1,0 +1,107 @@
+"""Compiled parts of a module wait for their own parameters; what else is compiled, for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import SGD, noise
+from on_ranks import on_ranks
+from problems import assert_same, copies
+from torch import Tensor, nn
+
+from shardstep import ZeroRedundancyOptimizer
+
+WIDTH = 160
+"""Enough for a bucket per layer."""
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        y = torch.tanh(self.inner(x))
+        return y if weight is None else y @ weight
+
+
+class _Blocks(nn.Module):
+    """Notes before each block whether the head, which is read last, is in flight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.seen: list[list[bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append([])
+        for block in self.blocks:
+            self.seen[-1].append(_in_flight(self.head.weight))
+            x = block(x)
+        return self.head(self.blocks[0](x, self.head.weight))
+
+
+def _in_flight(param: nn.Parameter) -> bool:
+    return type(param) is not nn.Parameter
+
+
+def _train(module: Any, opt: Any, steps: range) -> list[Tensor]:
+    for step in steps:
+        module(noise(step, 4, WIDTH)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return copies(module.parameters())
+
+
+def _setup(backend: str | None = None) -> tuple[_Blocks, ZeroRedundancyOptimizer]:
+    torch.manual_seed(0)
+    module = _Blocks()
+    for block in module.blocks if backend else ():
+        block.compile(backend=backend)
+    kind, options = SGD
+    return module, ZeroRedundancyOptimizer(
+        module.parameters(), kind, module=module, bucket_bytes=1, **options
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@on_ranks(2, timeout=110)
+def test_compiled_blocks_keep_the_overlap(backend: str) -> None:
+    plain, opt = _setup()
+    expected = _train(plain, opt, range(4))
+    assert plain.seen == [[False] * 3, *[[True] * 3] * 3]
+    opt.detach()
+
+    module, opt = _setup(backend)
+    assert_same(expected, _train(module, opt, range(4)), "compiled")
+    assert module.seen == plain.seen
+    module.blocks[0].inner.bias.requires_grad_(False)
+    _train(module, opt, range(4, 7))
+    assert module.seen[-1] == [True] * 3  # also with another plan
+
+    module.blocks[1].compile(backend=backend)  # nobody waits before its calls now
+    _train(module, opt, range(7, 9))
+    assert module.seen[-1] == [False] * 3
+
+
+@on_ranks(2, timeout=110)
+def test_what_else_is_compiled_ends_the_overlap() -> None:
+    plain, opt = _setup()
+    expected = _train(plain, opt, range(6))
+    opt.detach()
+
+    module, opt = _setup("eager")
+    _train(module, opt, range(3))
+    assert module.seen[-1] == [True] * 3
+    whole = torch.compile(module, backend="eager")
+    found = []
+    for step in range(3, 6):
+        whole(noise(step, 4, WIDTH)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        found.append(any(map(_in_flight, module.parameters())))
+    assert found == [False] * 3
+    assert_same(expected, copies(module.parameters()), "compiled as a whole")
