@@ -39,12 +39,13 @@ class AsyncSave:
 
     Attributes:
         path: where the checkpoint will be.
+        error: the reason why it failed, until `wait` raises it.
     """
 
     def __init__(self, comm: Comm, job: SaveJob) -> None:
         # Only this save uses these connections, and the memory of these files.
         self.path = job.path
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         # Not a daemon: the program ends only after the save.
         self._thread = threading.Thread(target=self._run, args=(comm, job), name="shardstep-save")
         self._thread.start()
@@ -53,13 +54,13 @@ class AsyncSave:
         try:
             write_checkpoint(comm, job)
         except BaseException as error:
-            self._error = error
+            self.error = error
             _failed.append(self)
             logger.error("%s", self)
 
     def __str__(self) -> str:
         return f"saving to {self.path} in the background" + (
-            "" if self._error is None else f" failed: {self._error}"
+            "" if self.error is None else f" failed: {self.error}"
         )
 
     def done(self) -> bool:
@@ -76,16 +77,11 @@ class AsyncSave:
             RuntimeError: on every rank, if it failed; once.
         """
         self.join()
-        said, error, self._error = str(self), self._error, None
+        said, error, self.error = str(self), self.error, None
         if error is not None:
             _failed.remove(self)
             raise RuntimeError(said) from error
         return self.path
-
-    @property
-    def lost_rank(self) -> bool:
-        """True if it failed because another rank did not answer."""
-        return isinstance(self._error, LostRankError)
 
     def join(self) -> None:
         """Wait until it has ended, and leave its error to `wait`."""
@@ -125,7 +121,7 @@ class AsyncSaveState:
         if running is None:
             return
         running.join()
-        if running.lost_rank:
+        if isinstance(running.error, LostRankError):
             running.wait()  # raises; to compare would take the timeout once more
         elif self._connection is not None and self._connection[0] is comm.group:
             # Some ranks may have waited and raised already. They must not go on alone.

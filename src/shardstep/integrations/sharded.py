@@ -6,7 +6,6 @@ import weakref
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-import torch
 from torch.optim import Optimizer
 
 from shardstep.checkpoint.inputs import unwrapped_optimizer
@@ -53,12 +52,10 @@ class NoSync:
         return partial, (nullcontext,)
 
 
-def give_no_sync(optimizer: ZeroRedundancyOptimizer) -> torch.nn.Module:
-    """Put `no_sync` on the optimizer's module, where frameworks look for DDP's; return it."""
-    module = optimizer.mode.module
-    assert module is not None
-    module.no_sync = NoSync(optimizer)  # type: ignore[assignment]
-    return module
+def give_no_sync(optimizer: ZeroRedundancyOptimizer) -> None:
+    """Put `no_sync` on the optimizer's module, where frameworks look for DDP's."""
+    assert optimizer.mode.module is not None
+    optimizer.mode.module.no_sync = NoSync(optimizer)  # type: ignore[assignment]
 
 
 def has_no_sync_of(optimizer: ZeroRedundancyOptimizer) -> bool:

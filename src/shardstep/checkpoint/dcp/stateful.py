@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from shardstep.checkpoint.dcp.placeholder import Placeholder
-from shardstep.checkpoint.dcp.portable import contains, from_portable, to_portable
+from shardstep.checkpoint.dcp.portable import from_portable, to_portable
 from shardstep.checkpoint.inputs import named_params, unwrapped_optimizer
 from shardstep.comm import Comm, all_gather_json
 from shardstep.comm.consensus import check_same_on_all_ranks
@@ -98,8 +99,9 @@ class Sharded:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what was read into `state_dict()`, or any full state dict. Called on every rank."""
-        parts = (state_dict.get("state"), state_dict.get("masters"))
-        if isinstance(state_dict, _ShardedDict) or contains(parts, Placeholder):
+        found = tree_leaves((state_dict.get("state"), state_dict.get("masters")))
+        sharded = any(isinstance(leaf, Placeholder) for leaf in found)
+        if sharded or isinstance(state_dict, _ShardedDict):
             run_load_hooks(self._optimizer, state_dict, self._load_sharded)
         else:
             self._optimizer.load_state_dict(state_dict)

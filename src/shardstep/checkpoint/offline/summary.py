@@ -52,7 +52,7 @@ def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str,
             "made_by": contents.made_by,
             "nbytes": manifest.nbytes,
             "files": {name: digest.nbytes for name, digest in sorted(manifest.files.items())},
-            "damage": _damage(checkpoint),
+            "damage": None,
             "optimizer": contents.optimizer and _optimizer(contents.optimizer),
             "model": contents.model and _model(contents.model),
             "extra": contents.extra
@@ -61,6 +61,11 @@ def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str,
                 "value": _shown(contents.extra),
             },
         }
+        try:
+            check_lengths(checkpoint.path, manifest)
+            checkpoint.check_chunks(contents.tensors())
+        except CheckpointError as error:
+            said["damage"] = str(error)
         if tensors:
             said["tensors"] = [_tensor(name, stored) for name, stored in contents.tensors()]
         return said
@@ -105,16 +110,6 @@ def listing(parent: str | os.PathLike[str]) -> dict[str, Any]:
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether this is a checkpoint, damaged or not, and no folder of checkpoints."""
     return status_of(Path(path) / MANIFEST) is not None
-
-
-def _damage(checkpoint: Checkpoint) -> str | None:
-    """Return what is wrong with the files, as far as their lengths and headers tell."""
-    try:
-        check_lengths(checkpoint.path, checkpoint.manifest)
-        checkpoint.check_chunks(checkpoint.contents.tensors())
-    except CheckpointError as error:
-        return str(error)
-    return None
 
 
 def _time(manifest: Manifest) -> str:
