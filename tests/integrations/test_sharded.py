@@ -68,7 +68,7 @@ def test_a_copied_module_has_a_no_sync_that_does_nothing() -> None:
     model = nn.Linear(4, 4)
     opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
     assert require_module(Holds(opt), "the strategy") is opt
-    assert give_no_sync(opt) is model
+    give_no_sync(opt)
     with copy.deepcopy(model).no_sync(), model.no_sync():
         model(torch.ones(1, 4)).sum().backward()
     del opt
