@@ -33,7 +33,7 @@ from shardstep.checkpoint.format import (
     read_contents,
     split_masters,
 )
-from shardstep.checkpoint.safetensors import File
+from shardstep.checkpoint.safetensors import File, Streamed
 from shardstep.plan import Box, contiguous
 from shardstep.state.tree import Leaf, decode, memory_nbytes, wrap
 
@@ -88,6 +88,15 @@ class Checkpoint:
             if common is not None:
                 into, there = target[common.within(box).slices], common.within(chunk.box)
                 self._file(chunk.file).read(chunk.key, stored.dtype, chunk.box.sizes, there, into)
+
+    def stream(self, stored: Stored, box: Box | None = None) -> Streamed:
+        """Return a tensor, or a box of it, that is read when it is written elsewhere."""
+        whole = box or Box.whole(stored.shape)
+        return Streamed(
+            stored.dtype,
+            whole.sizes,
+            lambda part, target: self.read_box(stored, part.out_of(whole), target),
+        )
 
     def read_tensor(self, stored: Stored, stride: Sequence[int] | None = None) -> torch.Tensor:
         """Read all of a tensor to the CPU. It is contiguous unless `stride` is given."""

@@ -69,11 +69,6 @@ class Streamed:
     read: Callable[[Box, torch.Tensor], None]
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return self.dtype.itemsize
-
-    @property
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
@@ -105,7 +100,7 @@ def write(
     if "__metadata__" in tensors:
         raise ValueError("a tensor cannot be called '__metadata__' in a safetensors file")
     # Widest dtype first, so that each tensor starts at a multiple of its element size.
-    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in order:
@@ -163,7 +158,7 @@ def _chunks(source: Source) -> Iterator[torch.Tensor]:
         return
     # All chunks of a streamed tensor share one buffer.
     total = math.prod(source.shape)
-    at_once = max(1, CHUNK_NBYTES // source.itemsize)
+    at_once = max(1, CHUNK_NBYTES // source.dtype.itemsize)
     buffer = torch.empty(min(total, at_once), dtype=source.dtype, device="cpu")
     for start in range(0, total, at_once):
         interval = Interval(start, min(total, start + at_once))

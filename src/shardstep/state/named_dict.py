@@ -51,8 +51,13 @@ def numbered(
     state: dict[Any, Any] = {}
     for key, value in renamed["state"].items():
         of_param = key in range(len(names))
-        if of_param:
-            _refuse_shards(value, names[key])
+        for item in tree_leaves(value) if of_param else ():
+            if isinstance(item, torch.Tensor) and hasattr(item, "full_tensor"):
+                raise ValueError(
+                    f"the state of parameter {names[key]!r} is a {type(item).__name__}, of which "
+                    "each rank has a part; get it with StateDictOptions(full_state_dict=True), or "
+                    "save and load it with torch.distributed.checkpoint"
+                )
         # A parameter that was saved before any step may have None for each tensor.
         if not of_param or any(item is not None for item in tree_leaves(value)):
             state[key] = value
@@ -167,14 +172,3 @@ def _same_options(one: Any, other: Any) -> bool:
         else bool(value == others[path])
         for path, value in ones.items()
     )
-
-
-def _refuse_shards(value: Any, name: str) -> None:
-    """Raise if a tensor is a DTensor: other ranks have the rest of it."""
-    for item in tree_leaves(value):
-        if isinstance(item, torch.Tensor) and hasattr(item, "full_tensor"):
-            raise ValueError(
-                f"the state of parameter {name!r} is a {type(item).__name__}, of which each rank "
-                "has a part; get it with StateDictOptions(full_state_dict=True), or save and load "
-                "it with torch.distributed.checkpoint"
-            )

@@ -12,7 +12,6 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -28,7 +27,7 @@ from shardstep.checkpoint.read import (
     saved_model,
     saved_optimizer,
 )
-from shardstep.checkpoint.safetensors import CHUNK_NBYTES, Source, Streamed, form_of, write
+from shardstep.checkpoint.safetensors import CHUNK_NBYTES, Source, form_of, write
 from shardstep.checkpoint.staging import EXPORT, Staging
 from shardstep.checkpoint.write import HF_INDEX, WEIGHTS, hf_index
 from shardstep.state.tree import decode
@@ -229,8 +228,7 @@ def _write_weights(
         if shards[-1] and nbytes + stored.nbytes > max_shard_nbytes:
             shards.append({})
             nbytes = 0
-        read = partial(checkpoint.read_box, stored)
-        shards[-1][name] = Streamed(stored.dtype, stored.shape, read)
+        shards[-1][name] = checkpoint.stream(stored)
         nbytes += stored.nbytes
     # Hugging Face's loaders expect a tensor once, and its further names in the metadata.
     metadata = {**saved.aliases, "format": "pt"}

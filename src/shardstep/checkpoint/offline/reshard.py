@@ -13,15 +13,11 @@ from pathlib import Path
 from shardstep.checkpoint.files import Stages, no_stages
 from shardstep.checkpoint.format import (
     Contents,
-    SavedModel,
-    SavedOptimizer,
     SavedParam,
-    Stored,
     Tree,
 )
 from shardstep.checkpoint.inputs import ModelState
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.safetensors import Streamed
 from shardstep.checkpoint.write import FileLayout, made_by, pieces_of, write_alone
 from shardstep.layouts.choose import ELEMENT_WISE
 from shardstep.local.multi_class import full_name
@@ -65,72 +61,53 @@ def reshard(
         if verify:
             checkpoint.verify(progress=stages("checking", checkpoint.manifest.nbytes))
         files = FileLayout(ranks, range(ranks))
-        contents = _Resharding(checkpoint, files).contents(layout)
-        return write_alone(out, files, contents, stages)
+        return write_alone(out, files, _reshard(checkpoint, files, layout), stages)
 
 
-class _Resharding:
-    """Places the tensors of a checkpoint in the files of other ranks."""
+def _reshard(checkpoint: Checkpoint, files: FileLayout, layout: Layout | None) -> Contents:
+    """Return the same contents in other files."""
+    old = checkpoint.contents
+    optimizer, model, extra = old.optimizer, old.model, old.extra
 
-    def __init__(self, checkpoint: Checkpoint, files: FileLayout) -> None:
-        self._checkpoint = checkpoint
-        self._files = files
+    def move(name: str, tree: Tree) -> Tree:
+        return files.add_tree(name, tree.node, lambda n: checkpoint.stream(tree.stored[n]))
 
-    def contents(self, layout: Layout | None) -> Contents:
-        """Return the same contents in other files."""
-        old = self._checkpoint.contents
-        # The first maker is of interest, the files in between are not.
-        origin = old.made_by.get("cut_from", old.made_by)
-        return Contents(
-            None if old.optimizer is None else self._optimizer(old.optimizer, layout),
-            None if old.model is None else self._model(old.model),
-            None if old.extra is None else self._value("extra", old.extra),
-            {**made_by(self._files.world_size), "cut_from": origin},
-        )
-
-    def _optimizer(self, saved: SavedOptimizer, layout: Layout | None) -> SavedOptimizer:
-        specs = [_spec(param) for param in saved.params]
-        if layout is None:
-            known = {full_name(cls) for cls in ELEMENT_WISE}
-            layout = "sliced" if saved.class_name in known else "whole"
-        plan = ShardPlan.make(specs, self._files.world_size, layout)
-        pieces = pieces_of(plan)
-        return replace(
-            saved,
-            params=tuple(
-                self._param(index, param, pieces[index]) for index, param in enumerate(saved.params)
-            ),
-            groups=tuple(
-                (names, self._value(f"group {number}", options))
-                for number, (names, options) in enumerate(saved.groups)
-            ),
-            global_state=self._value("state", saved.global_state),
-            extra_entries=self._value("beside", saved.extra_entries),
-        )
-
-    def _model(self, saved: SavedModel) -> SavedModel:
-        # A load deals tensors to ranks in the same way, so each rank reads one file.
-        tensors = {name: self._read(stored) for name, stored in saved.tensors.items()}
-        model = self._files.add_model(ModelState(tensors, saved.aliases, {}))
-        return replace(model, extra_state=self._value("model", saved.extra_state))
-
-    def _value(self, name: str, tree: Tree) -> Tree:
-        return self._files.add_tree(name, tree.node, lambda number: self._read(tree.stored[number]))
-
-    def _param(self, index: int, param: SavedParam, pieces: list[tuple[int, Box]]) -> SavedParam:
+    def move_param(index: int, param: SavedParam, pieces: list[tuple[int, Box]]) -> SavedParam:
         if param.state is None:
             return param
-        old, made = param.state.stored, replace(param, state=Tree(param.state.node, {}))
-        self._files.add_state(index, made, pieces, lambda n, box: self._read(old[n], box))
+        stored, made = param.state.stored, replace(param, state=Tree(param.state.node, {}))
+        files.add_state(index, made, pieces, lambda n, box: checkpoint.stream(stored[n], box))
         return made
 
-    def _read(self, stored: Stored, box: Box | None = None) -> Streamed:
-        box = box or Box.whole(stored.shape)
-        return Streamed(
-            stored.dtype,
-            box.sizes,
-            lambda part, target: self._checkpoint.read_box(stored, part.out_of(box), target),
+    if optimizer is not None:
+        if layout is None:
+            known = {full_name(cls) for cls in ELEMENT_WISE}
+            layout = "sliced" if optimizer.class_name in known else "whole"
+        plan = ShardPlan.make(list(map(_spec, optimizer.params)), files.world_size, layout)
+        pairs = zip(optimizer.params, pieces_of(plan), strict=True)
+        optimizer = replace(
+            optimizer,
+            params=tuple(move_param(number, *pair) for number, pair in enumerate(pairs)),
+            groups=tuple(
+                (names, move(f"group {number}", options))
+                for number, (names, options) in enumerate(optimizer.groups)
+            ),
+            global_state=move("state", optimizer.global_state),
+            extra_entries=move("beside", optimizer.extra_entries),
         )
+    if model is not None:
+        # A load deals tensors to ranks in the same way, so each rank reads one file.
+        tensors = {name: checkpoint.stream(stored) for name, stored in model.tensors.items()}
+        moved = files.add_model(ModelState(tensors, model.aliases, {}))
+        model = replace(moved, extra_state=move("model", model.extra_state))
+    # The first maker is of interest, the files in between are not.
+    origin = old.made_by.get("cut_from", old.made_by)
+    return Contents(
+        optimizer,
+        model,
+        None if extra is None else move("extra", extra),
+        {**made_by(files.world_size), "cut_from": origin},
+    )
 
 
 def _spec(param: SavedParam) -> ParamSpec:
