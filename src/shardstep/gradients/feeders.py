@@ -183,17 +183,19 @@ class AutogradFeeder(Feeder):
         grads: list[torch.Tensor | None] = []
         kept: set[int] = set()
         cleared: list[int] = []
+        every, placeholders = self._params, self._placeholders
         for index in params:
-            param, placeholder = self._params[index], self._placeholders[index]
+            param, placeholder = every[index], placeholders[index]
             grad = param.grad
             if grad is placeholder:
                 kept.add(index)
+            else:
+                param.grad = placeholder
             if isinstance(grad, ShardedGrad):
                 grad = placeholder.incoming
             else:  # the user has cleared or replaced what came before
                 cleared.append(index)
             grads.append(grad)
-            param.grad = placeholder
             placeholder.incoming = None
         kept -= self._aside
         self._aside.difference_update(params)
