@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -120,16 +121,15 @@ def assert_same(params: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 
 def gather_by_hand(plan: ShardPlan, homes: Sequence[ParamStorage]) -> None:
     """What communication does: every rank's segment into every rank's buffer."""
-    for bucket in plan.training_buckets:
-        (message,) = homes[0].messages(bucket)
-        buffers = [home.load(message) for home in homes]
+    for bucket, *messages in zip(plan.training_buckets, *(h.messages for h in homes), strict=True):
+        buffers = [message.load() for message in messages]
         for owner in range(plan.world_size):
             own = bucket.segment(owner).slice
             sent = buffers[owner][own].clone()
             for buffer in buffers:
                 buffer[own] = sent
-        for home in homes:
-            home.store(message)
+        for message in messages:
+            message.store()
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -168,8 +168,8 @@ def test_own_storage_keeps_two_buffers_of_the_largest_bucket_and_leaves_paramete
     assert home.depth == 2
     assert home.nbytes == 2 * max(bucket.nbytes for bucket in plan.training_buckets)
     # As many buckets as it says may be in flight together: their buffers are apart.
-    for one, following in zip(plan.training_buckets, plan.training_buckets[1:], strict=False):
-        buffers = [home.load(*home.messages(one)), home.load(*home.messages(following))]
+    for one, following in pairwise(home.messages):
+        buffers = [one.load(), following.load()]
         starts = [buffer.data_ptr() for buffer in buffers]
         assert abs(starts[0] - starts[1]) >= buffers[starts[1] < starts[0]].nbytes
     home.detach(range(len(params)))
@@ -189,8 +189,8 @@ def test_bucket_views_make_trainable_parameters_views_of_the_buckets(world_size:
     home.attach()
     assert [id(param) for param in params] == objects
     assert params[-1].data_ptr() == frozen_at, "frozen parameters are not moved"
-    for bucket in plan.training_buckets:
-        buffer = home.load(*home.messages(bucket))
+    for bucket, message in zip(plan.training_buckets, home.messages, strict=True):
+        buffer = message.load()
         for slot in bucket.slots:
             if slot.numel:
                 offset = params[slot.param].data_ptr() - buffer.data_ptr()
@@ -256,8 +256,8 @@ def test_a_home_is_intact_until_a_parameter_moves_and_again_after_attach(
     for _ in range(2):
         for param in params:
             param.data.add_(1)
-        for bucket in plan.training_buckets:
-            buffer = mine.load(*mine.messages(bucket))
+        for bucket, message in zip(plan.training_buckets, mine.messages, strict=True):
+            buffer = message.load()
             assert (buffer.dtype, buffer.shape) == (bucket.dtype, (bucket.numel,))
             for piece in bucket.pieces(0):
                 own = flat(params[piece.param])[piece.param_interval.slice]
@@ -273,7 +273,7 @@ def test_detached_parameters_no_longer_lie_in_the_buckets() -> None:
     home.detach([1, 4])
     assert_same(params, expected)
     assert not home.intact()
-    for bucket in plan.training_buckets:
-        home.load(*home.messages(bucket)).fill_(-1)
+    for message in home.messages:
+        message.load().fill_(-1)
     assert_same([params[1], params[4]], [expected[1], expected[4]])
     assert torch.equal(params[0], torch.full_like(params[0], -1)), "the others still do"

@@ -69,7 +69,7 @@ class Comm(Protocol):
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Return the payload of every rank, of any length, in rank order. Called on every rank."""
 
-    def share_error(self, error: str | None) -> Work:
+    def share_error(self, error: Exception | None) -> Work:
         """Tell all ranks whether this one has failed. Called on every rank.
 
         Waiting raises a `RuntimeError` on the other ranks if one has. Where reading the answer
@@ -124,7 +124,7 @@ class SoloComm(Comm):
         return [payload]
 
     @override
-    def share_error(self, error: str | None) -> Work:
+    def share_error(self, error: Exception | None) -> Work:
         return NOTHING_TO_DO
 
     @override

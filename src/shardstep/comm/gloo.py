@@ -61,11 +61,11 @@ class Exchange:
         segments = [buffer[start:stop] for start, stop in pairwise(cuts)]
         return self._launch([segments[self._rank]] * self._size, segments, operation)
 
-    def share_error(self, error: str | None) -> tuple[list[Any], Finish]:
+    def share_error(self, error: Exception | None) -> tuple[list[Any], Finish]:
         """Send this rank's error, or None, to every rank. Called on every rank."""
         everyone = torch.zeros(self._size, ERROR_NBYTES, dtype=torch.uint8, device="cpu")
         if error is not None:
-            text = (error or "an error").encode()[:ERROR_NBYTES]
+            text = f"{type(error).__name__}: {error}".encode()[:ERROR_NBYTES]
             everyone[self._rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         cuts = range(0, everyone.numel() + 1, ERROR_NBYTES)
         works = self.all_gather(everyone.view(-1), cuts, Operation.ERRORS)

@@ -105,7 +105,7 @@ class GroupComm(Comm):
         return [bytes(payloads[start : start + length]) for start, length in starts]
 
     @override
-    def share_error(self, error: str | None) -> Work:
+    def share_error(self, error: Exception | None) -> Work:
         if not self._exchanges(self._meeting_device()):
             return NOTHING_TO_DO
         self.ledger.note("share_error", ERROR_NBYTES * (self.world_size - 1))

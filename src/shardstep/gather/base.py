@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from shardstep.comm import Comm, Work
 from shardstep.comm.spans import span
-from shardstep.params.storage import ParamStorage
-from shardstep.plan import Message, ShardPlan
+from shardstep.params.storage import GatherMessage, ParamStorage
 
 
 class ParamGather(Protocol):
@@ -36,26 +35,20 @@ class ParamGather(Protocol):
         """Wait for every gather in flight, and remove all hooks."""
 
 
-def describe(error: Exception | None) -> str | None:
-    """Return an error as other ranks are told of it."""
-    return None if error is None else f"{type(error).__name__}: {error}"
-
-
 class ImmediateGather(ParamGather):
     """Gathers that are over when `launch` returns.
 
     Buckets travel in the plan's order, as many at a time as the storage has buffers for.
     """
 
-    def __init__(self, comm: Comm, plan: ShardPlan, storage: ParamStorage) -> None:
+    def __init__(self, comm: Comm, storage: ParamStorage) -> None:
         self._comm = comm
-        self._plan = plan
         self._storage = storage
         self._errors: Work | None = None
 
     @override
     def share_error(self, error: Exception | None) -> None:
-        self._errors = self._comm.share_error(describe(error))
+        self._errors = self._comm.share_error(error)
 
     @override
     def wait_for_errors(self) -> None:
@@ -65,25 +58,24 @@ class ImmediateGather(ParamGather):
 
     @override
     def launch(self, buckets: Collection[int] | None = None) -> None:
-        in_flight: deque[tuple[Message, Work]] = deque()
+        in_flight: deque[tuple[GatherMessage, Work]] = deque()
 
         def wait_for_oldest() -> None:
             message, work = in_flight.popleft()
-            with span("wait for gather", message.bucket.index):
+            with span("wait for gather", message.bucket):
                 work.wait()
-            self._storage.store(message)
+            message.store()
 
         if self._comm.world_size == 1:
             return
-        for bucket in self._plan.training_buckets:
-            if buckets is not None and bucket.index not in buckets:
+        for message in self._storage.messages:
+            if buckets is not None and message.bucket not in buckets:
                 continue
-            for message in self._storage.messages(bucket):
-                if len(in_flight) == self._storage.depth:
-                    wait_for_oldest()
-                with span("gather", bucket.index):
-                    buffer = self._storage.load(message)
-                    in_flight.append((message, self._comm.all_gather(buffer, message.cuts)))
+            if len(in_flight) == self._storage.depth:
+                wait_for_oldest()
+            with span("gather", message.bucket):
+                work = self._comm.all_gather(message.load(), message.cuts)
+            in_flight.append((message, work))
         while in_flight:
             wait_for_oldest()
         self.wait_for_errors()

@@ -43,29 +43,29 @@ class Flights:
 
     Attributes:
         works: the gathers in flight, by the number of their bucket.
+        errors: the errors of the last step, awaited before the next forward pass, or with the first
+            bucket.
     """
 
     def __init__(self, buckets: Iterable[Iterable[torch.Tensor]]) -> None:
         self._params = [[weakref.ref(param) for param in params] for params in buckets]
         self.works: dict[int, Work] = {}
+        self.errors: Work | None = None
         self._lock = threading.RLock()
-        self._errors: Work | None = None
         self._after_last: Callable[[], None] | None = None
 
-    def add(self, bucket: int, work: Work, mark: bool) -> None:
+    def add(self, bucket: int, work: Work, device: torch.device, mark: bool) -> None:
         """Take in a gather that was launched, and let its parameters wait for it if `mark`."""
-        self.works[bucket] = work
+        # A plain optimizer would have written the parameters on this stream, so code that orders
+        # itself behind it expects them there, whichever stream waits first.
+        self.works[bucket] = work if device.type == "cpu" else _OnStream(work, device)
         for param in self._alive(bucket) if mark else ():
             param.__class__ = _in_flight_class(type(param))
             param._shardstep_flight = (self, bucket)  # type: ignore[attr-defined]
 
-    def share_error(self, errors: Work) -> None:
-        """Wait for `errors` before the next forward pass, or with the first bucket."""
-        self._errors = errors
-
     def wait_for_errors(self) -> None:
         """Raise if the last step failed on another rank."""
-        errors, self._errors = self._errors, None
+        errors, self.errors = self.errors, None
         if errors is not None:
             errors.wait()
 
@@ -176,15 +176,6 @@ _METADATA = frozenset(
     }
 )
 """Operations on a parameter that do not read its data."""
-
-
-def on_launching_stream(work: Work, device: torch.device) -> Work:
-    """Make the current stream wait for `work`, whichever stream asks for it first.
-
-    A plain optimizer would have written the parameters on this stream, so code that orders itself
-    behind it expects them there.
-    """
-    return work if device.type == "cpu" else _OnStream(work, device)
 
 
 class _OnStream(Work):

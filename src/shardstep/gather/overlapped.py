@@ -19,7 +19,7 @@ from typing_extensions import override
 from shardstep.comm import Comm
 from shardstep.comm.at_exit import ends_with_error
 from shardstep.comm.spans import span
-from shardstep.gather.base import ParamGather, describe
+from shardstep.gather.base import ParamGather
 from shardstep.gather.compiled import (
     CompiledPart,
     Handle,
@@ -27,7 +27,7 @@ from shardstep.gather.compiled import (
     runs_outside_python,
     watch_compiler,
 )
-from shardstep.gather.in_flight import FailedGather, Flights, on_launching_stream
+from shardstep.gather.in_flight import FailedGather, Flights
 from shardstep.params.module_hook import Removable, UncopiedHook, remove_hooks, when_freed
 from shardstep.params.sharded_params import ShardedParams
 
@@ -40,11 +40,9 @@ class OverlappedGather(ParamGather):
 
     def __init__(self, comm: Comm, params: ShardedParams, module: torch.nn.Module) -> None:
         self._comm = comm
-        self._buckets = params.plan.training_buckets
         self._storage = params.storage
-        self._params = [
-            [params.params[slot.param] for slot in bucket.slots] for bucket in self._buckets
-        ]
+        buckets = params.plan.training_buckets
+        self._params = [[params.params[slot.param] for slot in bucket.slots] for bucket in buckets]
         self._flights = Flights(self._params)
         watch_compiler(_compilation_starts)
         self._overlap = not runs_outside_python(module)
@@ -71,10 +69,9 @@ class OverlappedGather(ParamGather):
     @override
     def share_error(self, error: Exception | None) -> None:
         try:
-            work = self._comm.share_error(describe(error))
+            self._flights.errors = self._comm.share_error(error)
         except RuntimeError as raised:
-            work = FailedGather(raised)
-        self._flights.share_error(work)
+            self._flights.errors = FailedGather(raised)
 
     @override
     def wait_for_errors(self) -> None:
@@ -87,18 +84,16 @@ class OverlappedGather(ParamGather):
         if not _in_place(self._compiled):
             self.disable_overlap()
         error: RuntimeError | None = None
-        for number, bucket in enumerate(self._buckets):
-            if buckets is not None and number not in buckets:
+        for message in self._storage.messages:
+            if buckets is not None and message.bucket not in buckets:
                 continue
             try:
-                with span("gather", number):
-                    (message,) = self._storage.messages(bucket)
-                    work = self._comm.all_gather(self._storage.load(message), message.cuts)
+                with span("gather", message.bucket):
+                    work = self._comm.all_gather(message.buffer, message.cuts)
             except RuntimeError as raised:
                 error = error or raised
                 work = FailedGather(error)
-            work = on_launching_stream(work, self._params[number][0].device)
-            self._flights.add(number, work, mark=self._overlap)
+            self._flights.add(message.bucket, work, message.buffer.device, mark=self._overlap)
         if error is not None:
             raise error
         if not self._overlap:

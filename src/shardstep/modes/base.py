@@ -144,7 +144,7 @@ class Mode(ShardView):
 
     def make_gather(self, params: ShardedParams) -> ParamGather:
         """Return the gather of a new pipeline."""
-        return ImmediateGather(self.gather_comm, params.plan, params.storage)
+        return ImmediateGather(self.gather_comm, params.storage)
 
     # ---------------------------------------------------------------------- the plan in force
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.utils.dlpack import from_dlpack
 from typing_extensions import override
 
 from shardstep.params.dtensor import is_dtensor, local_part
-from shardstep.plan import Bucket, Message, ShardPlan, messages_of, whole_message
+from shardstep.plan import Message, ShardPlan, messages_of
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Targets and sources."""
@@ -60,14 +61,46 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
 
+@dataclass(slots=True)
+class GatherMessage:
+    """One message of a gather.
+
+    Attributes:
+        bucket: the number of its bucket.
+        cuts: the bounds of the ranks' parts in it.
+        buffer: its elements, flat.
+        own: copies that bring this rank's part up to date.
+        others: copies of the other ranks' parts to where the parameters read them.
+    """
+
+    bucket: int
+    cuts: Sequence[int]
+    buffer: torch.Tensor
+    own: Copies
+    others: Copies
+
+    def load(self) -> torch.Tensor:
+        """Return the buffer, with this rank's part up to date."""
+        if self.own[0]:
+            torch._foreach_copy_(*self.own)
+        return self.buffer
+
+    def store(self) -> None:
+        """Give the parameters the other ranks' parts."""
+        if self.others[0]:
+            torch._foreach_copy_(*self.others)
+
+
 class ParamStorage(ABC):
     """The memory of the parameters between steps.
 
     Attributes:
+        messages: the messages in which the training buckets travel, in order; `attach` makes them.
         depth: the number of messages that may be loaded and not yet stored; None for any number.
         nbytes: bytes held beyond the parameters themselves.
     """
 
+    messages: list[GatherMessage]
     depth: int | None
     nbytes = 0
 
@@ -76,7 +109,7 @@ class ParamStorage(ABC):
         self._params = params
         self._group_rank = group_rank
         self._has_dtensors = any(map(is_dtensor, params))
-        self._attached: list[tuple[int, tuple[int, ...]]] = []
+        self._attached: tuple[list[int], list[tuple[int, ...]]] = ([], [])
 
     def flat(self, param: int) -> torch.Tensor:
         """Return a parameter's elements in memory order. Autograd does not see writes to it."""
@@ -91,10 +124,10 @@ class ParamStorage(ABC):
         """Return True if every parameter still lies where `attach` left it."""
         return self._attached == self._addresses()
 
-    def _addresses(self) -> list[tuple[int, tuple[int, ...]]]:
+    def _addresses(self) -> tuple[list[int], list[tuple[int, ...]]]:
         # Asked several times a step: parameters are unwrapped only if there are DTensors.
-        parts = map(local_part, self._params) if self._has_dtensors else self._params
-        return [(part.data_ptr(), part.stride()) for part in parts]
+        parts = [*map(local_part, self._params)] if self._has_dtensors else self._params
+        return [part.data_ptr() for part in parts], [part.stride() for part in parts]
 
     @abstractmethod
     def _allocate(self) -> None:
@@ -103,18 +136,6 @@ class ParamStorage(ABC):
     @abstractmethod
     def detach(self, params: Iterable[int]) -> None:
         """Give these parameters separate storage, if they lie in a shared buffer."""
-
-    @abstractmethod
-    def messages(self, bucket: Bucket) -> Sequence[Message]:
-        """Return the messages in which `bucket` travels."""
-
-    @abstractmethod
-    def load(self, message: Message) -> torch.Tensor:
-        """Return a flat buffer for `message` in which this rank's part is up to date."""
-
-    @abstractmethod
-    def store(self, message: Message) -> None:
-        """Copy the other ranks' parts of a loaded message to where the parameters read them."""
 
 
 class OwnStorage(ParamStorage):
@@ -128,15 +149,13 @@ class OwnStorage(ParamStorage):
 
     @override
     def _allocate(self) -> None:
-        # Of each message its buffer, and the copies before it is sent and after it has come.
-        self._packed: dict[tuple[int, int], tuple[torch.Tensor, Copies, Copies]] = {}
+        self.messages = []
+        self.nbytes = 0
         # One rank has everything already and sends nothing.
         buckets = self._plan.training_buckets if self._plan.world_size > 1 else ()
-        self._messages = {b.index: messages_of(b, b.dtype.itemsize) for b in buckets}
-        self.nbytes = 0
         for device in sorted({bucket.device for bucket in buckets}):
             on_device = [bucket for bucket in buckets if bucket.device == device]
-            messages = [each for bucket in on_device for each in self._messages[bucket.index]]
+            messages = [each for b in on_device for each in messages_of(b, b.dtype.itemsize)]
             nbytes = max(each.numel * each.bucket.dtype.itemsize for each in messages)
             place = self._params[on_device[0].slots[0].param].device
             pool = [
@@ -144,10 +163,11 @@ class OwnStorage(ParamStorage):
             ]
             self.nbytes += nbytes * len(pool)
             for number, message in enumerate(messages):
-                self._connect(message, pool[number % len(pool)])
+                self.messages.append(self._connected(message, pool[number % len(pool)]))
+        self.messages.sort(key=lambda message: message.bucket)  # those of several devices, too
 
-    def _connect(self, message: Message, pooled: torch.Tensor) -> None:
-        """Remember the copies between one message's buffer and the parameters."""
+    def _connected(self, message: Message, pooled: torch.Tensor) -> GatherMessage:
+        """Return a message with the copies between its buffer and the parameters."""
         dtype, slots = message.bucket.dtype, message.bucket.slots
         buffer = pooled[: message.numel * dtype.itemsize].view(dtype)
         own: Copies = ([], [])
@@ -159,25 +179,11 @@ class OwnStorage(ParamStorage):
             param = flat(local_part(self._params[slots[number].param]).data)
             in_params.append(param[elements.slice])
             in_buffer.append(buffer[offset : offset + elements.numel])
-        self._packed[_key(message)] = (buffer, (own[1], own[0]), others)
+        return GatherMessage(message.bucket.index, message.cuts, buffer, (own[1], own[0]), others)
 
     @override
     def detach(self, params: Iterable[int]) -> None:
         pass
-
-    @override
-    def messages(self, bucket: Bucket) -> Sequence[Message]:
-        return self._messages[bucket.index]
-
-    @override
-    def load(self, message: Message) -> torch.Tensor:
-        buffer, packing, _ = self._packed[_key(message)]
-        _copy_all(*packing)
-        return buffer
-
-    @override
-    def store(self, message: Message) -> None:
-        _copy_all(*self._packed[_key(message)][2])
 
 
 class BucketViews(ParamStorage):
@@ -191,7 +197,7 @@ class BucketViews(ParamStorage):
 
     def __init__(self, plan: ShardPlan, params: Sequence[torch.Tensor], group_rank: int) -> None:
         super().__init__(plan, params, group_rank)
-        self._buffers: dict[int, torch.Tensor] = {}
+        self.messages = []
         self._slices: dict[int, torch.Tensor] = {}
 
     @override
@@ -204,18 +210,18 @@ class BucketViews(ParamStorage):
 
     @override
     def _allocate(self) -> None:
-        for bucket in self._plan.training_buckets:
-            if bucket.index not in self._buffers:
+        for number, bucket in enumerate(self._plan.training_buckets):
+            if number == len(self.messages):
                 # Zeros, not garbage: padding is sent too, and must not differ from run to run.
-                self._buffers[bucket.index] = torch.zeros(
-                    bucket.numel,
-                    dtype=bucket.dtype,
-                    device=self._params[bucket.slots[0].param].device,
-                )
+                device = self._params[bucket.slots[0].param].device
+                buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
+                nothing: Copies = ([], [])
+                message = GatherMessage(bucket.index, bucket.cuts, buffer, nothing, nothing)
+                self.messages.append(message)
             for slot in bucket.slots:
                 param = local_part(self._params[slot.param])
                 start, stop = slot.bucket_offset, slot.bucket_offset + slot.numel
-                held = self._slices[slot.param] = self._buffers[bucket.index][start:stop]
+                held = self._slices[slot.param] = self.messages[number].buffer[start:stop]
                 if param.data_ptr() != held.data_ptr():
                     view = with_own_storage(held).as_strided(param.shape, param.stride())
                     param.data = view.copy_(param.detach())
@@ -226,24 +232,3 @@ class BucketViews(ParamStorage):
         for index in params:
             part = local_part(self._params[index])
             part.data = part.detach().clone()
-
-    @override
-    def messages(self, bucket: Bucket) -> Sequence[Message]:
-        return [whole_message(bucket)]
-
-    @override
-    def load(self, message: Message) -> torch.Tensor:
-        return self._buffers[message.bucket.index]
-
-    @override
-    def store(self, message: Message) -> None:
-        pass
-
-
-def _key(message: Message) -> tuple[int, int]:
-    return message.bucket.index, message.stretch.start
-
-
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)

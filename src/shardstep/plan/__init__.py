@@ -3,7 +3,7 @@
 from shardstep.plan.box import Box, boxes, overlap
 from shardstep.plan.estimate import Share, StateSize, pool_sizes, share, shares
 from shardstep.plan.interval import Interval
-from shardstep.plan.messages import POOL, Message, messages_of, whole_message
+from shardstep.plan.messages import POOL, Message, messages_of
 from shardstep.plan.placement import ALIGNMENT, Bucket, Piece, Slot
 from shardstep.plan.plan import ShardPlan, default_bucket_bytes
 from shardstep.plan.spec import Layout, ParamSpec, contiguous
@@ -34,5 +34,4 @@ __all__ = [
     "share",
     "shares",
     "transfers",
-    "whole_message",
 ]

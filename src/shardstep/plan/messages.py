@@ -62,7 +62,7 @@ def messages_of(bucket: Bucket, itemsize: int) -> list[Message]:
     floor = world_size * ALIGNMENT * MIN_SEGMENT_UNITS
     count = -(-bucket.numel // max(floor, MAX_MESSAGE_BYTES // itemsize))
     if count <= 1:
-        return [whole_message(bucket)]
+        return [Message(bucket, Interval(0, bucket.numel), bucket.cuts)]
     cuts = bucket.cuts[:2] if bucket.even else bucket.cuts  # with many ranks, that is long
     lengths = [stop - start for start, stop in pairwise(cuts)]
     longest = max(lengths)
@@ -77,8 +77,3 @@ def messages_of(bucket: Bucket, itemsize: int) -> list[Message]:
             cuts = tuple(accumulate(held, initial=0))
         found.append(Message(bucket, stretch, cuts))
     return found
-
-
-def whole_message(bucket: Bucket) -> Message:
-    """Return the message that is the whole bucket."""
-    return Message(bucket, Interval(0, bucket.numel), bucket.cuts)
