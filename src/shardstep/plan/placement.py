@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -135,71 +136,57 @@ class Bucket:
             number += 1
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A bucket before it is cut."""
-
-    dtype: torch.dtype
-    device: str
-    frozen: bool
-    layout: Layout
-    params: list[int]
-    numel: int = 0
+Kind = tuple[torch.dtype, str, bool, Layout]
+"""The properties that parameters in one bucket have in common."""
 
 
-def _form(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> list[_Draft]:
+def _form(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> list[list[int]]:
     """Fill buckets with the parameters, from the last to the first, closing each when it is full.
 
     That is the order of backward. The first bucket of each kind is small, to be sent soon, and the
     last, which takes what is left, is the first that forward waits for. DDP divides gradients in
     the same way.
     """
-    drafts: list[_Draft] = []
-    open_drafts: dict[tuple[torch.dtype, str, bool, Layout], _Draft] = {}
-    full = dict.fromkeys({_kind(spec) for spec in specs}, min(bucket_bytes, FIRST_BUCKET_BYTES))
+    formed: list[list[int]] = []
+    filling: dict[Kind, list[int]] = {}
+    numel: Counter[Kind] = Counter()
+    full: dict[Kind, int] = {}
     floor = world_size * ALIGNMENT * MIN_SEGMENT_UNITS
     for index in reversed(range(len(specs))):
         spec = specs[index]
-        kind = _kind(spec)
-        draft = open_drafts.get(kind)
-        if draft is None:
-            draft = open_drafts[kind] = _Draft(*kind, params=[])
-            drafts.append(draft)
-        draft.params.insert(0, index)
-        draft.numel += aligned(spec.numel)
-        if draft.numel >= max(floor, full[kind] // spec.dtype.itemsize):
+        kind = (spec.dtype, spec.device, spec.trainable, spec.layout)
+        if kind not in filling:
+            formed.append(filling.setdefault(kind, []))
+        filling[kind].insert(0, index)
+        numel[kind] += aligned(spec.numel)
+        limit = full.get(kind, min(bucket_bytes, FIRST_BUCKET_BYTES))
+        if numel[kind] >= max(floor, limit // spec.dtype.itemsize):
             full[kind] = bucket_bytes
-            del open_drafts[kind]
+            del filling[kind], numel[kind]
     # Training buckets come first, so that a bucket's index gives the order of communication.
-    return sorted(drafts, key=lambda draft: (draft.frozen, draft.params[0]))
-
-
-def _kind(spec: ParamSpec) -> tuple[torch.dtype, str, bool, Layout]:
-    """Return what parameters in one bucket have in common."""
-    return spec.dtype, spec.device, not spec.trainable, spec.layout
+    return sorted(formed, key=lambda params: (not specs[params[0]].trainable, params[0]))
 
 
 def place(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> tuple[Bucket, ...]:
     """Place parameters in buckets, and cut the buckets by the layout of their parameters."""
     owner = _deal(specs, world_size)
     buckets = []
-    for index, draft in enumerate(_form(specs, world_size, bucket_bytes)):
-        params = draft.params
-        if draft.layout == "whole":
-            params = sorted(params, key=lambda param: (owner[param], param))
+    for index, params in enumerate(_form(specs, world_size, bucket_bytes)):
+        first = specs[params[0]]
+        whole = first.layout == "whole"
         slots: list[Slot] = []
         cuts = [0]
         end = 0
-        for param in params:
-            if draft.layout == "whole":
+        for param in sorted(params, key=lambda param: (owner[param], param)) if whole else params:
+            if whole:
                 cuts += [end] * (owner[param] + 1 - len(cuts))
             slots.append(Slot(param, end, specs[param].numel))
             end = slots[-1].footprint.stop
         cuts += [end] * (world_size + 1 - len(cuts))
-        step = aligned(-(-draft.numel // world_size))
-        even = range(0, step * world_size + 1, step)
-        bounds = even if draft.layout == "sliced" else tuple(cuts)
-        buckets.append(Bucket(index, draft.dtype, draft.device, tuple(slots), bounds, draft.frozen))
+        step = aligned(-(-end // world_size))
+        bounds = tuple(cuts) if whole else range(0, step * world_size + 1, step)
+        frozen = not first.trainable
+        buckets.append(Bucket(index, first.dtype, first.device, tuple(slots), bounds, frozen))
     return tuple(buckets)
 
 
