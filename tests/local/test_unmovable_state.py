@@ -10,7 +10,7 @@ import pytest
 import torch
 from on_ranks import on_ranks
 from problems import differing, train
-from ranks import each_raises_on_every_rank, run_ranks
+from ranks import each_raises_on_every_rank
 from torch.optim import SGD, Optimizer
 
 from shardstep import ZeroRedundancyOptimizer
@@ -118,9 +118,10 @@ def after_adding_a_group(cls: Any) -> None:
     opt.add_param_group({"params": [first]})
 
 
-@pytest.mark.parametrize("cls", HIDING)
-def test_its_numbers_are_those_of_the_unsharded_class(cls: Any) -> None:
-    assert run_ranks(against_unsharded, 2, cls, range(0)) == [[], []]
+@on_ranks(2)
+def test_its_numbers_are_those_of_the_unsharded_class() -> None:
+    for cls in HIDING:
+        assert against_unsharded(cls, range(0)) == [], cls
 
 
 def test_it_is_not_left_behind_when_a_parameter_is_frozen_or_a_group_is_added() -> None:
@@ -149,8 +150,9 @@ class Innocent(SGD):
         self.sizes = [p.numel() for group in self.param_groups for p in group["params"]]
 
 
-def test_other_attributes_do_no_harm() -> None:
-    assert run_ranks(against_unsharded, 2, Innocent, range(3, 6)) == [[], []]
+@on_ranks(2)
+def test_other_attributes_do_no_harm() -> list[int]:
+    return against_unsharded(Innocent, range(3, 6))
 
 
 class Listing(SGD):

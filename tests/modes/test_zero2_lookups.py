@@ -18,6 +18,7 @@ from models import (
     Problem,
     Setup,
     consolidated,
+    from_rank,
     rank,
     train,
     with_ddp,
@@ -30,7 +31,7 @@ from problems import (
     OneByOne,
     assert_alike,
     assert_same,
-    differing,
+    copies,
     same_bits,
 )
 from ranks import run_ranks
@@ -247,24 +248,19 @@ def test_a_module_that_does_not_fit_is_an_error_on_every_rank() -> None:
 # --------------------------------------------------------------------------------------- the start
 
 
-def _start() -> list[list[torch.Tensor]]:
-    """Parameters and buffers of this rank before and after construction."""
-    torch.manual_seed(5 + torch.distributed.get_rank())
+@on_ranks(2)
+def test_all_ranks_start_with_rank_0s_parameters_and_buffers() -> None:
+    torch.manual_seed(5 + rank())
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     model[1].running_mean.normal_()
     model[2].weight.requires_grad_(False)  # frozen, but of the model all the same
-    before = [t.detach().clone() for t in model.state_dict().values()]
+    before = copies(model.state_dict().values())
     ZeroRedundancyOptimizer(
         [p for p in model.parameters() if p.requires_grad], optim.SGD, module=model, lr=0.1
     )
-    return [before, [t.detach().clone() for t in model.state_dict().values()]]
-
-
-def test_all_ranks_start_with_rank_0s_parameters_and_buffers() -> None:
-    (before, after), (before_there, after_there) = run_ranks(_start, 2)
-    assert differing(before, after) == []
-    assert differing(before, after_there) == []
-    assert not same_bits(before[0], before_there[0])
+    expected = from_rank(0, before)
+    assert_same(expected, list(model.state_dict().values()))
+    assert same_bits(expected[0], before[0]) == (rank() == 0)
 
 
 class Anchored(OneByOne):
@@ -282,19 +278,18 @@ class Anchored(OneByOne):
 
 def _anchors(dtype: torch.dtype) -> list[torch.Tensor]:
     """What the class has noted down of rank 0's parameters, and where a step leads from there."""
-    torch.manual_seed(5 + torch.distributed.get_rank())
+    torch.manual_seed(5 + rank())
     model = nn.Linear(30, 40).to(dtype)
     opt = ZeroRedundancyOptimizer(model.parameters(), Anchored, module=model)
-    start = [param.detach().float() for param in model.parameters()]
     noted = [opt.full_state(name)["anchor"] for name in ("weight", "bias")]
-    assert differing(start, noted) == []
+    assert_same([param.detach().float() for param in model.parameters()], noted)
     model(torch.ones(2, 30, dtype=dtype)).sum().backward()
     opt.step()
-    return [param.detach().clone() for param in model.parameters()]
+    return copies(model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_class_that_looks_at_parameters_when_it_is_made_sees_rank_0s(dtype: torch.dtype) -> None:
     (expected,) = run_ranks(_anchors, 1, dtype)
     for got in run_ranks(_anchors, 2, dtype):
-        assert differing(expected, got) == []
+        assert_same(expected, got)

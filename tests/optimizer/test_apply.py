@@ -154,19 +154,12 @@ def check(way: str, expected: Any, *args: Any, ranks: Sequence[int] = (2,)) -> N
 
 @pytest.mark.parametrize("way", ["plain", "views", "module"])
 def test_train_and_eval_are_those_of_the_unsharded_class(way: str) -> None:
+    """Also if it exchanges parameters for its state; masters turn, and parameters round them."""
     expected = journey("unsharded")
     assert differing(expected[0], expected[1])
     check(way, expected, ranks=(2, 3) if way == "plain" else (2,))
-
-
-@pytest.mark.parametrize("way", ["plain", "views", "module"])
-def test_a_class_may_exchange_its_parameters_for_its_state(way: str) -> None:
     args = (torch.float32, Exchanges)
     check(way, journey("unsharded", *args), *args)
-
-
-@pytest.mark.parametrize("way", ["plain", "module"])
-def test_masters_turn_and_parameters_are_their_rounding(way: str) -> None:
     check(way, journey(way, torch.bfloat16), torch.bfloat16)
 
 

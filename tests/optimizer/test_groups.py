@@ -97,9 +97,19 @@ def test_several_optimizers_over_one_model() -> None:
 
 
 def _few_parameters(*shapes: tuple[int, ...]) -> None:
+    """The last of several comes later, in a group of its own."""
+
+    def script(opt: Any, params: Any) -> None:
+        train(opt, params[: len(first(params))], range(3))
+        if len(params) > 1:
+            opt.add_param_group({"params": params[-1:], "lr": 0.3})
+        train(opt, params, range(3, 6))
+
+    def first(params: Any) -> Any:
+        return params[: max(1, len(params) - 1)]
+
     last = dist.get_world_size() - 1 if dist.is_initialized() else 0
-    make = partial(make_params, shapes, frozen=())
-    follow(partial(train, steps=range(5)), Case(optim.Adam), make, to=last)
+    follow(script, Case(optim.Adam), partial(make_params, shapes, frozen=()), first, to=last)
 
 
 @on_ranks(4)

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from problems import copies
 
 from shardstep.params.inputs import describe
 from shardstep.params.storage import BucketViews, OwnStorage, ParamStorage, flat, is_dense
@@ -108,10 +109,6 @@ def make_plan(params: Sequence[torch.Tensor], world_size: int, layout: str) -> S
     return ShardPlan.make(describe([{"params": params}]), world_size, layout, bucket_bytes=1)
 
 
-def snapshot(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [param.detach().clone() for param in params]
-
-
 def assert_same(params: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
     for param, value in zip(params, expected, strict=True):
         assert param.dtype == value.dtype
@@ -142,7 +139,7 @@ def test_after_load_exchange_and_store_every_rank_has_what_each_owner_wrote(
     plan = make_plan(replicas[0], world_size, layout)
     assert len(plan.training_buckets) > 2
     homes = [home(plan, replicas[rank], rank) for rank in range(world_size)]
-    expected = snapshot(replicas[0])
+    expected = copies(replicas[0])
     for rank in range(world_size):
         homes[rank].attach()
         assert_same(replicas[rank], expected)  # moving in changes no value and no stride
@@ -224,7 +221,7 @@ def test_parameters_in_buckets_have_storages_of_their_own_size(dtype: torch.dtyp
     assert file.tell() < 4096, "a file holds one parameter, not its bucket"
     assert_same(list(copy.deepcopy(model).parameters()), params)
     # Shared memory is memory elsewhere: attach copies the values back.
-    expected = snapshot(params)
+    expected = copies(params)
     model.share_memory()
     assert not home.intact()
     home.attach()
@@ -248,7 +245,7 @@ def test_a_home_is_intact_until_a_parameter_moves_and_again_after_attach(
     for index in (0, 4):
         params[index].data = params[index].detach().clone() + 1
         assert not mine.intact()
-        expected = snapshot(params)
+        expected = copies(params)
         mine.attach()
         assert mine.intact()
         assert_same(params, expected)
@@ -269,7 +266,7 @@ def test_detached_parameters_no_longer_lie_in_the_buckets() -> None:
     plan = make_plan(params, 2, "sliced")
     home = BucketViews(plan, params, 0)
     home.attach()
-    expected = snapshot(params)
+    expected = copies(params)
     home.detach([1, 4])
     assert_same(params, expected)
     assert not home.intact()
