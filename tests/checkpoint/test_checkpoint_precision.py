@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from mixtures import MASTERS, net, steps
+from models import consolidated
 from on_ranks import on_ranks
 from problems import OneByOne, differing
 from ranks import run_ranks
@@ -17,7 +18,6 @@ from torch import nn, optim
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
 
-MASTERS = MixedPrecision()
 STOCHASTIC = MixedPrecision(master_dtype=None, stochastic_rounding=True, seed=3)
 LOW, WIDE = torch.bfloat16, torch.float32
 
@@ -45,23 +45,9 @@ def sharded(model: nn.Module, cls: Any = optim.AdamW, **options: Any) -> ZeroRed
     return ZeroRedundancyOptimizer(model.named_parameters(), cls, lr=1e-3, **options)
 
 
-def net(dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(30, 70), nn.Linear(70, 8), nn.LayerNorm(8)).to(dtype)
-
-
 def make(dtype: torch.dtype, precision: MixedPrecision | None, **options: Any) -> Pair:
     model = net(dtype)
     return model, sharded(model, precision=precision, bucket_bytes=1, **options)
-
-
-def steps(model: nn.Module, opt: Any, numbers: range) -> None:
-    for step in numbers:
-        generator = torch.Generator().manual_seed(step)
-        for param in model.parameters():
-            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-        opt.step()
-        opt.zero_grad()
 
 
 def masters(model: nn.Module, opt: ZeroRedundancyOptimizer) -> list[Any]:
@@ -181,14 +167,10 @@ def test_loaded_masters_outlive_a_change_of_memory_format(layout: str) -> None:
     expected, reference = fresh()
     steps(expected, reference, range(3))
     expected.to(memory_format=torch.channels_last)
-    reference.consolidate_state_dict()
-    saved = [reference.state_dict(), expected.state_dict()] if reference.rank == 0 else [None] * 2
-    if reference.world_size > 1:
-        dist.broadcast_object_list(saved)
     model, opt = fresh()
     model.to(memory_format=torch.channels_last)
-    opt.load_state_dict(saved[0])
-    model.load_state_dict(saved[1])
+    opt.load_state_dict(consolidated(reference))
+    model.load_state_dict(expected.state_dict())
     for each, its in ((expected, reference), (model, opt)):
         its.zero_grad()
         steps(each, its, range(3, 6))

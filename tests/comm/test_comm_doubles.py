@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from doubles import AnyOrder, Counting, LateArrival, behind_the_door
+from problems import assert_same, copies, make_params, train
 from ranks import run_ranks
 
 from shardstep import ZeroRedundancyOptimizer
@@ -26,38 +27,19 @@ DOUBLES: dict[str, Callable[[Comm], Comm]] = {
 each_way = pytest.mark.parametrize(("layout", "view"), WAYS)
 
 
-def make_params() -> list[torch.Tensor]:
+SHAPES = [(170, 150), (5,), (), (160, 160), (7, 3, 2, 2), (0,), (200, 130), (161, 160), (33,)]
+SHAPES += [(150, 170), (65,)]
+
+
+def make() -> list[torch.nn.Parameter]:
     """Five fp32 buckets and a double one at up to three ranks, with odd, empty and frozen ones."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(170, 150), (5,), (), (160, 160), (7, 3, 2, 2), (0,), (200, 130), (161, 160), (33,)]
-    shapes += [(150, 170), (65,)]
-    data = [torch.rand(shape, generator=generator) - 0.5 for shape in shapes]
-    data[4] = data[4].contiguous(memory_format=torch.channels_last)
-    data.append(torch.rand(90, 11, generator=generator, dtype=torch.float64))
-    params: list[torch.Tensor] = [torch.nn.Parameter(each) for each in data]
-    params.append(torch.nn.Parameter(torch.ones(99), requires_grad=False))
-    return params
-
-
-def fill_gradients(params: list[torch.Tensor], step: int) -> None:
-    """The same on every rank, as DDP leaves them."""
-    for index, param in enumerate(params):
-        if param.requires_grad:
-            generator = torch.Generator().manual_seed(1000 * step + index)
-            param.grad = torch.rand(param.shape, generator=generator).to(param.dtype) - 0.5
-
-
-def unsharded() -> list[torch.Tensor]:
-    params = make_params()
-    optimizer = torch.optim.AdamW(params, lr=0.1)
-    for step in range(STEPS):
-        fill_gradients(params, step)
-        optimizer.step()
-    return [param.detach().clone() for param in params]
+    params = make_params(SHAPES, frozen=())
+    params[4].data = params[4].data.contiguous(memory_format=torch.channels_last)
+    return [*params, *make_params([(90, 11), (99,)], frozen=(1,), dtypes=(torch.float64,))]
 
 
 def step_through(double: str, layout: str, view: bool) -> dict[str, Any]:
-    params = make_params()
+    params = make()
     with behind_the_door(DOUBLES[double]) as doubles:
         opt = ZeroRedundancyOptimizer(
             params,
@@ -70,21 +52,21 @@ def step_through(double: str, layout: str, view: bool) -> dict[str, Any]:
     (comm,) = doubles
     by_step = []
     for step in range(STEPS):
-        fill_gradients(params, step)
-        opt.step()
+        train(opt, params, range(step, step + 1), missing=False)
         if isinstance(comm, Counting):
             by_step.append((len(comm.launched), comm.unawaited))
     return {
         "comm": {key: value for key, value in vars(comm).items() if not key.startswith("_")},
         "by step": by_step,
-        "params": [param.detach().clone() for param in params],
+        "params": copies(params),
         "cuts": [tuple(bucket.cuts) for bucket in opt.plan.training_buckets],
     }
 
 
 def assert_unsharded(params: list[torch.Tensor]) -> None:
-    for index, (param, expected) in enumerate(zip(params, unsharded(), strict=True)):
-        assert torch.equal(param, expected), f"param {index} differs from the unsharded run"
+    plain = make()
+    expected = train(torch.optim.AdamW(plain, lr=0.1), plain, range(STEPS), missing=False)
+    assert_same(expected, params)
 
 
 @each_way
