@@ -228,11 +228,10 @@ READS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
 @pytest.mark.parametrize("double", DOUBLES)
 @on_ranks(2)
 def test_no_way_of_reading_a_parameter_in_flight_sees_an_old_value(double: Any) -> None:
-    ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
+    ddp, zero = with_ddp(MLP_PROBLEM.fresh(), ADAMW), in_flight(double)
     train(ddp, MLP_PROBLEM, range(2))
-    expected = ddp.params
-    for name, read in READS.items():
-        zero = in_flight(double)
+    for step, (name, read) in enumerate(READS.items(), 2):
+        expected = ddp.params
         for param in zero.module.parameters():
             assert type(param) is not nn.Parameter, f"{name}: not in flight, so this shows nothing"
             assert isinstance(param, nn.Parameter), name
@@ -240,6 +239,10 @@ def test_no_way_of_reading_a_parameter_in_flight_sees_an_old_value(double: Any) 
         assert_same(expected if got else [], [t.detach() for t in got], name)
         assert {type(param) for param in zero.module.parameters()} == {nn.Parameter}, name
         assert_same(expected, zero.params, f"{name} has changed the model")
+        for setup in (ddp, zero):
+            setup.opt.zero_grad()
+            setup.backward(step)
+            setup.opt.step()
 
 
 # ------------------------------------------------------------------ the model and the optimizer
