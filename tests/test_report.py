@@ -9,18 +9,20 @@ import torch
 import torch.distributed as dist
 from models import PROBLEMS
 from muon_and_adamw import ADAMW, groups_of
-from ranks import run_ranks
+from on_ranks import on_ranks
 from torch import nn, optim
 
 from shardstep import ZeroRedundancyOptimizer
 
 
-def _report(module_given: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("module_given", [False, True])
+@on_ranks(3)
+def test_a_report_agrees_with_what_was_allocated_and_sent(module_given: bool) -> None:
     problem = PROBLEMS["gpt"]
     module = problem.fresh()
     extra = {"module": module} if module_given else {}
     opt = ZeroRedundancyOptimizer(groups_of(module), optim.AdamW, **extra, **ADAMW)
-    before = opt.report()
+    assert opt.report().state_nbytes == 0
     comms = [opt.shards.comm, opt.mode.gather_comm] if module_given else [opt.shards.comm]
 
     def sent_so_far() -> int:
@@ -35,34 +37,20 @@ def _report(module_given: bool) -> dict[str, Any]:
     opt.step()
     opt.shards.wait_for_params()
     sent = sent_so_far() - start
-    after = opt.report()
+    report = opt.report()
     states = [v for state in opt.optim.state.values() for v in state.values()]
     held = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
-    return {
-        "text": str(after),
-        "state before": before.state_nbytes,
-        "state": (after.state_nbytes, held),
-        "sent": (after.sent_nbytes, sent),
-        "gradients": after.gradient_nbytes,
-        "owned": after.owned_nbytes,
-        "parameters": (after.parameter_nbytes, sum(p.nbytes for p in module.parameters())),
-    }
-
-
-@pytest.mark.parametrize("module_given", [False, True])
-def test_a_report_agrees_with_what_was_allocated_and_sent(module_given: bool) -> None:
-    reports = run_ranks(_report, 3, module_given)
-    for report in reports:
-        assert report["state before"] == 0
-        assert report["state"][0] == report["state"][1] > 0
-        assert (report["gradients"] > 0) is module_given
-        assert report["parameters"][0] == report["parameters"][1]
-        assert "group 0: whole tensors: Muon needs 2-D parameters" in report["text"]
-        assert "group 1: sliced tensors: AdamW updates each element on its own" in report["text"]
-        assert "optimizer state" in report["text"]
-        # Which parameters had a gradient travels along, and is not in it.
-        assert report["sent"][0] <= report["sent"][1] <= report["sent"][0] + 4096
-    assert sum(report["owned"] for report in reports) == reports[0]["parameters"][0]
+    assert report.state_nbytes == held > 0
+    assert (report.gradient_nbytes > 0) is module_given
+    assert report.parameter_nbytes == sum(param.nbytes for param in module.parameters())
+    assert "group 0: whole tensors: Muon needs 2-D parameters" in str(report)
+    assert "group 1: sliced tensors: AdamW updates each element on its own" in str(report)
+    assert "optimizer state" in str(report)
+    # Which parameters had a gradient travels along, and is not in it.
+    assert report.sent_nbytes <= sent <= report.sent_nbytes + 4096
+    owned = torch.tensor(report.owned_nbytes)
+    dist.all_reduce(owned)
+    assert owned == report.parameter_nbytes
 
 
 class Coupled(optim.SGD):
@@ -84,21 +72,17 @@ def test_one_rank_is_told_what_several_would_do() -> None:
     assert head == "Coupled on 1 rank, drop-in (ZeRO-1), layout whole, 3 trainable elements"
 
 
-def _printed() -> tuple[str, str]:
+@on_ranks(2)
+def test_a_printed_optimizer_says_class_ranks_mode_layout_and_bytes() -> None:
     model = nn.Linear(64, 64)
     opt = ZeroRedundancyOptimizer(groups_of(model), optim.AdamW, module=model, **ADAMW)
     model(torch.ones(1, 64)).sum().backward()
     opt.step()
-    return repr(opt), repr(opt.optim)
-
-
-def test_a_printed_optimizer_says_class_ranks_mode_layout_and_bytes() -> None:
-    for rank, (text, local) in enumerate(run_ranks(_printed, 2)):
-        name, head, held, *groups = text.splitlines()
-        assert name == "ZeroRedundancyOptimizer ("
-        assert head.startswith("Muon and AdamW on 2 ranks, module= (ZeRO-2)")
-        assert "layout mixed, 4,160 trainable elements" in head
-        assert held.startswith(f"rank {rank} holds ")
-        assert held.endswith("B of optimizer state")
-        assert groups[0] == "Parameter Group 0"
-        assert "MultiClass" not in text + local
+    name, head, held, *groups = repr(opt).splitlines()
+    assert name == "ZeroRedundancyOptimizer ("
+    assert head.startswith("Muon and AdamW on 2 ranks, module= (ZeRO-2)")
+    assert "layout mixed, 4,160 trainable elements" in head
+    assert held.startswith(f"rank {opt.rank} holds ")
+    assert held.endswith("B of optimizer state")
+    assert groups[0] == "Parameter Group 0"
+    assert "MultiClass" not in repr(opt) + repr(opt.optim)

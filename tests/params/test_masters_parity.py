@@ -163,11 +163,10 @@ def _compare(names: list[str], loops: list[Loop], policies: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_zero2_with_masters_has_their_numbers(world_size: int) -> None:
-    names, loops = list(PROBLEMS), [_plain, _clipped, _rounds]
-    run_ranks(_compare, world_size, names, loops, ["default"])
-    run_ranks(_compare, world_size, ["mlp"], [_freezing], ["default"])
+@on_ranks(1, 2, 3)
+def test_zero2_with_masters_has_their_numbers() -> None:
+    _compare(list(PROBLEMS), [_plain, _clipped, _rounds], ["default"])
+    _compare(["mlp"], [_freezing], ["default"])
 
 
 def test_without_a_process_group_too() -> None:
