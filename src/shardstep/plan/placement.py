@@ -208,9 +208,8 @@ def _deal(specs: Sequence[ParamSpec], world_size: int) -> dict[int, int]:
         # Ties go to the first parameter and the lowest rank, so all ranks deal the same way.
         hand.sort(key=lambda index: (-max(weights[index]), -sum(weights[index]), index))
         ranks_of = {(0, 0): list(range(world_size))}
-        loads = [(0, (0, 0))]
         for index in hand:
-            owner[index] = _give(loads, ranks_of, weights[index])
+            owner[index] = _give(ranks_of, weights[index])
     return owner
 
 
@@ -218,32 +217,21 @@ Load = tuple[int, int]
 """A rank's fractions of all bytes and of the whole cost."""
 
 
-def _give(loads: list[tuple[int, Load]], ranks_of: dict[Load, list[int]], weight: Load) -> int:
+def _give(ranks_of: dict[Load, list[int]], weight: Load) -> int:
     """Add `weight` to the rank with the smallest load after it, and return that rank.
 
-    `loads` is a heap of the loads that ranks have, each with the larger of its two fractions.
-    `ranks_of` has a heap of ranks for each. Many ranks of a large group have the same load.
+    `ranks_of` has a heap of ranks for each load. Many ranks of a large group have the same load.
     """
-    best: tuple[int, int, int, Load] | None = None
-    looked_at: list[tuple[int, Load]] = []
-    # Both fractions grow by at least the smaller weight, so most loads need no look.
-    while loads and (best is None or loads[0][0] + min(weight) <= best[0]):
-        looked_at.append(heapq.heappop(loads))
-        load = looked_at[-1][1]
-        after = (load[0] + weight[0], load[1] + weight[1])
-        mine = (max(after), sum(after), ranks_of[load][0], load)
-        best = mine if best is None else min(best, mine)
-    assert best is not None
-    larger, _, group_rank, load = best
-    heapq.heappop(ranks_of[load])
-    for each in looked_at:
-        if ranks_of[each[1]]:
-            heapq.heappush(loads, each)
-        else:
-            del ranks_of[each[1]]
-    after = (load[0] + weight[0], load[1] + weight[1])
-    if after not in ranks_of:
-        ranks_of[after] = []
-        heapq.heappush(loads, (larger, after))
-    heapq.heappush(ranks_of[after], group_rank)
+
+    def after(load: Load) -> Load:
+        return load[0] + weight[0], load[1] + weight[1]
+
+    def order(load: Load) -> tuple[int, int, int]:
+        return max(after(load)), sum(after(load)), ranks_of[load][0]
+
+    load = min(ranks_of, key=order)
+    group_rank = heapq.heappop(ranks_of[load])
+    if not ranks_of[load]:
+        del ranks_of[load]
+    heapq.heappush(ranks_of.setdefault(after(load), []), group_rank)
     return group_rank
