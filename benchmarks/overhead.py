@@ -109,6 +109,7 @@ def main() -> int:
         "plain_ms": round(1e3 * median(times["plain"]), 3),
         "zero2_ms": round(1e3 * median(times["zero2"]), 3),
         "added_us_per_parameter": {
+            "of_best": round(1e6 * (min(times["zero2"]) - min(times["plain"])) / num_params, 2),
             "median": round(median(added), 2),
             "min": round(min(added), 2),
             "max": round(max(added), 2),

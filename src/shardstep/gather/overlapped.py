@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from typing_extensions import override
 
 from shardstep.comm import Comm
@@ -128,22 +129,22 @@ class _WaitHook(UncopiedHook):
     def __init__(
         self, flights: Flights, gather: weakref.ref[OverlappedGather], buckets: Sequence[int]
     ) -> None:
-        def wait_for_own(module: torch.nn.Module, args: Any) -> None:
-            owner = gather() if torch._C._is_tracing() else None
-            if owner is not None:
-                owner.disable_overlap()  # the trace will read parameters without Python
-            for number in buckets:
-                flights.wait_for(number)
-
-        super().__init__(wait_for_own)
+        self._flights, self._gather, self._buckets = flights, gather, buckets
         self._in_flight = flights.works.keys()
-        self._buckets = buckets
 
     @override
     def __call__(self, *args: Any) -> None:
         # Every module of the model asks, in every forward: mostly its buckets have arrived.
         if torch._C._is_tracing() or not self._in_flight.isdisjoint(self._buckets):
-            super().__call__(*args)
+            self._wait()
+
+    @_disable_dynamo
+    def _wait(self) -> None:
+        gather = self._gather() if torch._C._is_tracing() else None
+        if gather is not None:
+            gather.disable_overlap()  # the trace will read parameters without Python
+        for number in self._buckets:
+            self._flights.wait_for(number)
 
 
 def _in_place(parts: Sequence[CompiledPart]) -> bool:
