@@ -264,7 +264,7 @@ class Run:
                 param.grad = None
                 continue
             grad = part(whole, interval).to(self._trial.device, copy=True)
-            param.grad = grad.to_sparse(1) if self._trial.sparse else grad
+            param.grad = _sparse_rows(grad) if self._trial.sparse else grad
 
     def state(self, position: int) -> Any:
         """Return the state of one of the parameters, or None."""
@@ -286,6 +286,12 @@ class Run:
 def part(tensor: torch.Tensor, interval: Interval) -> torch.Tensor:
     """Return some elements of a tensor as a rank holds them: a flat slice, unless all."""
     return tensor if interval.numel == tensor.numel() else tensor.reshape(-1)[interval.slice]
+
+
+def _sparse_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor with all rows. `to_sparse` takes longer than many a step."""
+    rows = torch.arange(len(tensor), device=tensor.device).unsqueeze(0)
+    return torch.sparse_coo_tensor(rows, tensor, tensor.shape, is_coalesced=True)
 
 
 class RandomSources:
