@@ -1,4 +1,4 @@
-"""Norms and in-place changes of gradients that are sharded across ranks.
+"""Norms, clipping, unscaling and in-place changes of gradients that are sharded across ranks.
 
 Note [Norms of sharded gradients]
 
@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from shardstep.comm import Comm, Operation
 from shardstep.gradients.base import GradientSource
+from shardstep.gradients.clip import clip_norm, unscale
 from shardstep.gradients.feeders import Announce, Feeder
 from shardstep.gradients.lanes import Lanes
 
@@ -33,7 +34,7 @@ CHANGES: dict[str, Callable[..., object]] = {
 
 
 class ShardNorms(GradientSource):
-    """The part of a reducer that answers for the gradients of all ranks."""
+    """The part of a reducer that answers for the gradients of all ranks, and scales them."""
 
     params: Sequence[torch.Tensor]
     trained: Sequence[int]
@@ -96,13 +97,58 @@ class ShardNorms(GradientSource):
     def shadow_change(self, operation: str, params: Sequence[int], number: Any) -> None:
         """Change this rank's pieces of these gradients."""
         self.collect()
-        self._norms.clear()
-        wanted = set(params)
-        grads = [t.grad for p, t in self._pieces if p in wanted and t.grad is not None]
+        grads = self._to_change(params)
         if grads:
             CHANGES[operation](grads, number)
+
+    def _to_change(self, params: Sequence[int]) -> list[torch.Tensor]:
+        """Return this rank's parts of these gradients, and forget all norms."""
+        self._norms.clear()
+        among = set(params)
+        return [t.grad for param, t in self._pieces if param in among and t.grad is not None]
 
     @override
     def clip_value(self, clip_value: float) -> None:
         for operation, number in (("clamp_min_", -clip_value), ("clamp_max_", clip_value)):
             self.change(operation, self.trained, number)
+
+    @override
+    def clip_norm(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    ) -> torch.Tensor:
+        self.collect()
+        self._announce("clip", lambda: [max_norm, norm_type, error_if_nonfinite, foreach])
+        return self.shadow_clip(max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def unscale(
+        self, params: Sequence[int], found_inf: torch.Tensor, inv_scale: torch.Tensor
+    ) -> None:
+        """Unscale these gradients, with one verdict on all ranks. Called on every rank."""
+        self.collect()
+        self._announce("unscale", lambda: [list(params), inv_scale.item()])
+        unscale(self._comm, self._to_change(params), found_inf, inv_scale)
+
+    def shadow_clip(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    ) -> torch.Tensor:
+        """Take part in clipping. Called on every rank."""
+        self.collect()
+        self._norms.clear()
+        return clip_norm(
+            self._comm,
+            [tensor for _, tensor in self._pieces],
+            self.params[0].device,
+            self.lanes.norm_dtype,
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+            foreach,
+        )
+
+    def shadow_unscale(self, params: Sequence[int], inv_scale: float) -> None:
+        """Take part in unscaling. Called on every rank."""
+        self.collect()
+        device = self.params[params[0]].device
+        found_inf = torch.zeros((), device=device)
+        scale = torch.tensor(inv_scale, device=device)
+        unscale(self._comm, self._to_change(params), found_inf, scale)

@@ -28,7 +28,7 @@ from shardstep.comm.spans import span
 from shardstep.gradients.base import at_end_of_backward
 from shardstep.gradients.feeders import Announce, Feeder
 from shardstep.gradients.lanes import lanes
-from shardstep.gradients.scaling import ShardScaling
+from shardstep.gradients.norms import ShardNorms
 from shardstep.gradients.sharded_grad import ShardedGrad
 from shardstep.gradients.used import Notes, OutOfStepError, UsedParams
 from shardstep.params.sharded_params import ShardedParams
@@ -55,7 +55,7 @@ class _Round:
     told: bool = False
 
 
-class GradReducer(ShardScaling):
+class GradReducer(ShardNorms):
     """Reduces gradients to their owners.
 
     Args:
