@@ -15,6 +15,7 @@ from models import (
     SGD,
     Problem,
     Setup,
+    from_rank,
     furthest,
     noise,
     rank,
@@ -24,7 +25,6 @@ from models import (
 )
 from on_ranks import on_ranks
 from problems import LAYOUTS, assert_same, same_bits
-from ranks import run_ranks
 from torch import Tensor, nn, optim
 from torch.amp import GradScaler
 from traffic import counted
@@ -55,8 +55,10 @@ def _clip_all(setup: Setup, problem: Problem, norm_type: float) -> list[Tensor]:
     return norms
 
 
-def _against_ddp() -> list[Tensor]:
-    seen: list[Tensor] = []
+@pytest.mark.slow
+@on_ranks(2, 3, timeout=110)
+def test_norms_and_clipped_steps_equal_those_under_ddp_and_are_the_same_on_all_ranks() -> None:
+    """Both layouts, unused parameters, a rank that owns nothing: each element counts once."""
     for case in itertools.product(CLIPPED, (1.0, 2.0, float("inf"), 3.5)):
         problem, norm_type = CLIPPED[case[0]], case[1]
         ddp = with_ddp(problem.fresh(), SGD, find_unused_parameters=problem.find_unused)
@@ -68,22 +70,10 @@ def _against_ddp() -> list[Tensor]:
         for layout in LAYOUTS:
             zero = with_zero(problem.fresh(), SGD, layout=layout)
             got = _clip_all(zero, problem, norm_type)
-            seen += got
+            assert_same(from_rank(0, got), got)
             for a, b in zip(expected, got, strict=True):
                 assert torch.allclose(a.float(), b.float(), rtol=tolerance, atol=0), (case, a, b)
             assert furthest(ddp.params, zero.params) <= max(1e-5, tolerance), (case, layout)
-    return seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_norms_and_clipped_steps_equal_those_under_ddp_and_are_the_same_on_all_ranks(
-    world_size: int,
-) -> None:
-    """Both layouts, unused parameters, a rank that owns nothing: each element counts once."""
-    first, *others = run_ranks(_against_ddp, world_size, timeout=110)
-    for norms in others:
-        assert_same(first, norms)
 
 
 @on_ranks(1, 2, 3)

@@ -31,7 +31,6 @@ from dtensors import (
 )
 from on_ranks import on_ranks
 from problems import Case, assert_alike, assert_same, differing
-from ranks import run_ranks
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, Shard
 
@@ -46,14 +45,11 @@ def _train(mesh: Any, models: list[Any], opts: list[Any], steps: range) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dp", "tp"), MESHES)
-def test_a_tensor_parallel_model_trains_as_with_the_unsharded_optimizer(dp: int, tp: int) -> None:
-    run_ranks(_trained_like_unsharded, dp * tp, dp, tp)
-
-
-def _trained_like_unsharded(dp: int, tp: int) -> None:
-    mesh = make_mesh(dp, tp)
-    for case, views in itertools.product(CASES, (False, True)):
+@on_ranks(2, 4)
+def test_a_tensor_parallel_model_trains_as_with_the_unsharded_optimizer() -> None:
+    meshes = MESHES[dist.get_world_size()]
+    for shape, case, views in itertools.product(meshes, CASES, (False, True)):
+        mesh = make_mesh(*shape)
         models = [make_model(mesh), make_model(mesh)]
         assert isinstance(models[1].up.weight, DTensor)
         opts: list[Any] = [
@@ -64,7 +60,7 @@ def _trained_like_unsharded(dp: int, tp: int) -> None:
         _train(mesh, models, opts, STEPS)
         expected, got = (parts(model.parameters()) for model in models)
         assert len(differing(start, expected)) == len(start), "something was left as it was"
-        assert_same(expected, got, (case, views))
+        assert_same(expected, got, (shape, case, views))
 
 
 @on_ranks(4)
@@ -165,20 +161,15 @@ def test_dtensors_may_be_frozen_unfrozen_and_converted() -> None:
 # ----------------------------------------------------------------------------------- the state
 
 
-@pytest.mark.parametrize(("dp", "tp"), [pytest.param(2, 2, marks=pytest.mark.slow), (2, 1), (1, 2)])
-def test_parameters_and_state_are_those_of_the_unsharded_part_and_load_at_the_same_place(
-    dp: int, tp: int
-) -> None:
-    run_ranks(_saved_and_loaded, dp * tp, dp, tp)
-
-
-def _saved_and_loaded(dp: int, tp: int) -> None:
+@on_ranks(2, 4)
+def test_parameters_and_state_are_those_of_the_unsharded_part_and_load_at_the_same_place() -> None:
     """Trained, consolidated, loaded into another optimizer at the same place, and trained on.
 
     With bucket views before the load or after it, in turn.
     """
-    mesh = make_mesh(dp, tp)
-    for number, case in enumerate(CASES):
+    meshes = MESHES[dist.get_world_size()]
+    for (dp, tp), (number, case) in itertools.product(meshes, enumerate(CASES)):
+        mesh = make_mesh(dp, tp)
         views = (number + tp) % 2 == 0
         expected, got = made_params(mesh), made_params(mesh)
         plain = Unsharded(expected, case)

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from on_ranks import on_ranks
 from problems import OneByOne, copies, difference, differing, make_params, train
 from ranks import raises_on_every_rank, run_ranks
 
@@ -252,17 +253,15 @@ def test_foreign_state_is_kept(cls: Any, layout: str) -> None:
     assert difference(plain(unsharded.state_dict()), plain(saved)) is None
 
 
-def _own_way_of_loading() -> set[Any]:
+@on_ranks(2)
+def test_a_class_that_loads_in_its_own_way_is_let() -> None:
     params = AllKinds.make_params()
     unsharded = AllKinds(params)
     train(unsharded, params, range(3))
     opt = ZeroRedundancyOptimizer(params, Stubborn)
     opt.load_state_dict(unsharded.state_dict())
-    return {(state["loaded by"], state["moment"].dtype) for state in opt.optim.state.values()}
-
-
-def test_a_class_that_loads_in_its_own_way_is_let() -> None:
-    assert run_ranks(_own_way_of_loading, 2) == [{("Stubborn", torch.float64)}] * 2
+    found = {(state["loaded by"], state["moment"].dtype) for state in opt.optim.state.values()}
+    assert found == {("Stubborn", torch.float64)}
 
 
 def _through_files(folder: Path, how: str, saving: bool) -> tuple[Any, list[torch.Tensor]]:

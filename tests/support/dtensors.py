@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
 
 from shardstep import ZeroRedundancyOptimizer
 
-MESHES = [(2, 2), (2, 1), (1, 2)]
-"""Data-parallel times tensor-parallel ranks."""
+MESHES = {2: [(2, 1), (1, 2)], 4: [(2, 2)]}
+"""Data-parallel times tensor-parallel ranks, by their number."""
 
 CASES = [
     Case(optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
