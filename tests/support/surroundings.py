@@ -165,7 +165,7 @@ WHOLE: list[Kind] = [
 
 @scenario(many=True, kinds=[SGD])
 def every_kind_of_optimizer(new: New) -> list[Tensor]:
-    return [tensor for kind in CLASSES for tensor in trained(new, MLP_PROBLEM, kind=kind)]
+    return [tensor for kind in CLASSES for tensor in trained(new, MLP_PROBLEM, 3, kind=kind)]
 
 
 @scenario(MATRICES, many=True, kinds=[SGD], layout="auto", slow=True)
