@@ -268,45 +268,26 @@ def test_one_ranks_infinity_is_everybodys_even_for_a_rank_that_owns_nothing() ->
         assert not any((a - b).any() for a, b in zip(before, zero.params, strict=True))
 
 
-class _WithNothing(nn.Module):
-    """Has a parameter without elements, which some rank owns nevertheless."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(6.0))
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-
-    def forward(self) -> Tensor:
-        return self.weight.square().sum() + self.nothing.sum()
-
-
 @on_ranks(1, 2, 4)
 def test_an_empty_parameter_counts_for_nothing_in_any_norm() -> None:
+    """Some rank owns it nevertheless."""
     for dtype in (torch.float32, torch.bfloat16):
-        zero = with_zero(_WithNothing().to(dtype), SGD)
-        zero.module().backward()
+        params = {"weight": torch.arange(6.0), "nothing": torch.empty(0, 3)}
+        zero = with_zero(nn.ParameterDict(params).to(dtype), SGD)
+        sum(param.square().sum() for param in zero.module.parameters()).backward()
         assert [zero.clip(100.0, norm_type) for norm_type in (torch.inf, 1.0)] == [10.0, 30.0]
-
-
-class _Double(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        random = torch.Generator().manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(9, 70, dtype=dtype, generator=random))
-        self.bias = nn.Parameter(torch.randn(5, generator=random))
-
-    def forward(self) -> Tensor:
-        return self.weight.abs().square().sum() + self.bias.square().sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @on_ranks(2)
 def test_the_norm_is_as_precise_as_the_most_precise_gradient(dtype: torch.dtype) -> None:
     """The norm of gradients of 64 bits a number, and torch's own."""
-    divided, plain = _Double(dtype), _Double(dtype)
+    random = torch.Generator().manual_seed(0)
+    values = [torch.randn(9, 70, dtype=dtype, generator=random), torch.randn(5, generator=random)]
+    divided, plain = (nn.ParameterList(value.clone() for value in values) for _ in range(2))
     opt = ZeroRedundancyOptimizer(divided.parameters(), optim.SGD, module=divided, lr=0.1)
-    divided().backward()
-    plain().backward()
+    for module in (divided, plain):
+        sum(param.abs().square().sum() for param in module).backward()
     norm, expected = opt.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     assert norm.dtype == torch.float64
     torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
