@@ -205,7 +205,7 @@ def test_messages_of_the_user_s_own_are_not_taken_for_ours() -> None:
 
 # --------------------------------------------------------------------------------- failures
 
-#: Seconds for all ranks; a collective gives up after half of it, within the grace of `run_ranks`.
+#: Seconds for all ranks; a collective gives up earlier, within the grace of `run_ranks`.
 TIMEOUT = 8.0
 
 

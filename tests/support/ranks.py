@@ -177,7 +177,8 @@ def run_ranks(
         fn: A module-level function; its arguments and its value have to be picklable.
         world_size: The number of ranks.
         *args: Passed to ``fn`` on every rank.
-        timeout: Seconds for all ranks to return. A collective gives up after half of it.
+        timeout: Seconds for all ranks to return. A collective gives up after two
+            fifths of it: whoever forms a group may wait for a dead peer twice.
         backend: The backend of the default process group.
         fresh: Use new processes, and wait until they have exited.
         **kwargs: Passed to ``fn`` on every rank.
@@ -418,7 +419,7 @@ def _run_call(job: _Job, rank: int, stacks: int) -> None:
     faulthandler.register(signal.SIGUSR1, stacks)
     # Ends a rank whose pytest was killed during the call.
     faulthandler.dump_traceback_later(job.timeout + 2 * GRACE, exit=True, file=stacks)
-    limit = timedelta(seconds=job.timeout / 2)
+    limit = timedelta(seconds=0.4 * job.timeout)
     try:
         dist.init_process_group(
             job.backend,
