@@ -20,9 +20,19 @@ from hypothesis import strategies as st
 from plans import bucket_sizes, layouts, plans, spec_lists, world_sizes
 
 from shardstep.layouts.cost import newton_schulz
-from shardstep.plan import ALIGNMENT, ParamSpec, ShardPlan, Slot, StateSize, shares
+from shardstep.plan import (
+    ALIGNMENT,
+    Layout,
+    ParamSpec,
+    ShardPlan,
+    Slot,
+    StateSize,
+    default_bucket_bytes,
+    shares,
+)
 from shardstep.plan.models import model
 from shardstep.plan.placement import FIRST_BUCKET_BYTES, MIN_SEGMENT_UNITS
+from shardstep.plan.plan import MIN_BUCKET_BYTES
 
 UNIT = 64  # the documented alignment; not imported, so that changing it is noticed here
 
@@ -428,3 +438,20 @@ def test_a_valid_plan_writes_no_messages() -> None:
     specs = [ParamSpec.of("w", (3, 64))]
     with mock.patch.object(ParamSpec, "__str__", side_effect=AssertionError):
         ShardPlan.make(specs, 2)
+
+
+@pytest.mark.parametrize(
+    ("numel", "layout", "backend", "mib"),
+    [
+        (1000, "sliced", "gloo", 1),
+        (1000, "whole", "gloo", 1),
+        (1000, "sliced", "nccl", 8),
+        (1000, "whole", "nccl", 25),
+        (48 * 2**20, "sliced", "gloo", 12),
+        (48 * 2**20, "sliced", "nccl", 12),
+        (2**30, "sliced", "nccl", 25),
+    ],
+)
+def test_the_default_bucket(numel: int, layout: Layout, backend: str, mib: int) -> None:
+    specs = [replace(ParamSpec.of("weight", (numel,)), layout=layout)]
+    assert default_bucket_bytes(specs, MIN_BUCKET_BYTES[backend]) == mib * 2**20
