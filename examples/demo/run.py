@@ -264,7 +264,7 @@ def _sent_nbytes() -> int | None:
     """
     if sys.platform != "linux":
         return None
-    offset_of_bytes_sent = 200  # of tcpi_bytes_sent in struct tcp_info, linux/tcp.h
+    offset = 200  # of tcpi_bytes_sent and tcpi_bytes_retrans in struct tcp_info, linux/tcp.h
     total = 0
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
@@ -274,7 +274,8 @@ def _sent_nbytes() -> int | None:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:
             continue  # closed since it was listed, or not TCP
-        if len(info) < offset_of_bytes_sent + 8:
+        if len(info) < offset + 16:
             return None  # before Linux 4.19
-        total += struct.unpack_from("=Q", info, offset_of_bytes_sent)[0]
+        sent, sent_again = struct.unpack_from("=QQ", info, offset)
+        total += sent - sent_again  # the kernel of a busy machine may repeat a packet
     return total
