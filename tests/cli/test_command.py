@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,9 @@ def test_ctrl_c_is_clean(after_s: float) -> None:
     ranks = ",".join(map(str, range(2, 4000)))
     command = [sys.executable, "-c", TELLING, "plan", "--model", "mixtral-8x7b", "--ranks", ranks]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as child:
+    # A job in the background ignores the signal, and so would the child.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
         time.sleep(after_s)
