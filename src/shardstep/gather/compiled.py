@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from shardstep.gather.in_flight import Flights, wait_if_in_flight
 
 CALL = "_compiled_call_impl"
-"""Where `Module.compile()` puts the compiled call of a module."""
+"""The attribute of a module that `Module.compile()` sets to its compiled call."""
 
 
 class _Calls(threading.local):

@@ -105,7 +105,7 @@ class OverlappedGather(ParamGather):
         self._flights.wait()
 
     def compilation_starts(self, within_part: bool) -> None:
-        """Let the compiler see parameters that have arrived; the rest: see `compiled.py`."""
+        """Wait, so that the compiler sees no parameter in flight. See `compiled.py`."""
         if within_part:
             self.wait()
         else:
