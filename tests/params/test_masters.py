@@ -26,6 +26,7 @@ from torch import nn, optim
 from torch.distributed.algorithms.join import Join
 
 from shardstep import ZeroRedundancyOptimizer
+from shardstep.params.masters import CHUNK
 
 
 @on_ranks(1, 2)
@@ -60,6 +61,18 @@ def test_what_a_user_writes_counts_in_8_bits_too() -> None:
     expected = torch.full((200,), 1 - 4 / 64)
     expected[:3] = 0.5 - 1 / 64
     assert torch.equal(opt.full_master(weight), expected)
+
+
+@on_ranks(1)
+def test_a_write_counts_in_every_chunk_that_is_compared() -> None:
+    weight = nn.Parameter(torch.ones(2 * CHUNK + 100, dtype=BF16))
+    opt = ZeroRedundancyOptimizer([weight], optim.SGD, precision=MASTERS, lr=0.25)
+    expected = torch.ones(weight.numel())
+    for element in (0, CHUNK - 1, CHUNK, 2 * CHUNK, -1):
+        weight.data[element] = expected[element] = 3.0
+    weight.grad = torch.full_like(weight, 2.0**-10)
+    opt.step()
+    assert torch.equal(opt.full_master(weight), expected - 2.0**-12)
 
 
 @pytest.mark.parametrize("with_module", [False, True])
