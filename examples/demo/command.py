@@ -142,7 +142,8 @@ def demo_table(record: DemoRecord) -> Table:
         box=box.SIMPLE_HEAD,
         title=f"GPT with {record.num_parameters:,} parameters, {config.ranks} ranks on "
         f"{config.device}, {config.steps} steps, torch {record.torch_version}",
-        caption="MB on the rank with most; ms: median of rounds, least to most",
+        caption="loss: mean of the ranks; MB on the rank with most; ms: median of rounds, "
+        "least to most",
         title_justify="left",
         caption_justify="left",
     )
