@@ -140,8 +140,7 @@ def demo_table(record: DemoRecord) -> Table:
     config = record.config
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"GPT with {record.num_parameters:,} parameters, {config.ranks} ranks on "
-        f"{config.device}, {config.steps} steps, torch {record.torch_version}",
+        title=f"{record.title}, {config.steps} steps, torch {record.torch_version}",
         caption="loss: mean of the ranks; MB on the rank with most; ms: median of rounds, "
         "least to most",
         title_justify="left",
@@ -174,6 +173,10 @@ def _spread(spread: Spread, form: str) -> str:
     return f"{middle}\n{least}–{most}"
 
 
+ALONE = (
+    "One rank has nobody to share its state with, so no memory is saved. `--device cpu` trains on "
+    "two ranks."
+)
 TIMES = (
     "A small model on one machine shows no speed-up: its optimizer step is short, and no rank "
     "waits for a network. `shardstep bench` measures with one."
@@ -183,7 +186,7 @@ TIMES = (
 def verdict_lines(record: DemoRecord) -> list[str]:
     """Return a line for each sharded run, with rich's markup: are its numbers DDP's?
 
-    The last line says what to expect of the times.
+    The last lines say what to expect of memory and times.
     """
     lines = [f"Losses of all {record.config.steps} steps and final parameters, against DDP's:"]
     for run in record.runs:
@@ -196,7 +199,7 @@ def verdict_lines(record: DemoRecord) -> list[str]:
         reason = ", since more than two gradients are added in another order"
         line = f"  {_heading(run)}: [bold {colour}]{verdict}[/]"
         lines.append(line + reason if other_order and verdict != EQUAL else line)
-    return [*lines, TIMES]
+    return [*lines, *([ALONE] if record.config.ranks == 1 else []), TIMES]
 
 
 def _heading(run: str) -> str:

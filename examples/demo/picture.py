@@ -67,8 +67,7 @@ def draw(record: DemoRecord, path: Path) -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        f"GPT with {record.num_parameters:,} parameters, {config.ranks} ranks on "
-        f"{config.device}, torch {record.torch_version}",
+        f"{record.title}, torch {record.torch_version}",
         fontsize=11,
     )
     figure.savefig(path, dpi=130)

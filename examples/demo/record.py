@@ -67,6 +67,12 @@ class DemoRecord:
     torch_version: str
     runs: dict[str, list[RankRecord]]
 
+    @property
+    def title(self) -> str:
+        """The model, the ranks and the device."""
+        ranks = f"{self.config.ranks} rank{'s' if self.config.ranks > 1 else ''}"
+        return f"GPT with {self.num_parameters:,} parameters, {ranks} on {self.config.device}"
+
     def verdict(self, run: str) -> str:
         """Compare a run with the unsharded one; `EQUAL` if no bit differs on any rank."""
         pairs = list(zip(self._unsharded, self.runs[run], strict=True))

@@ -76,6 +76,8 @@ class ZeroRedundancyOptimizer(ModeFront):
         overlap: with `module`, whether communication overlaps with backward and forward; the
             numbers are the same without.
         broadcast_buffers: with `module`, whether its buffers follow rank 0's, as DDP's do.
+        recoverable: with `module`, whether `recover()` works on an accelerator, as it does on the
+            CPU. The host then waits for all ranks' notes before each step.
         **defaults: options for `optimizer_class`.
 
     Attributes:
@@ -113,6 +115,7 @@ class ZeroRedundancyOptimizer(ModeFront):
         bucket_bytes: int | None = None,
         overlap: bool = True,
         broadcast_buffers: bool = True,
+        recoverable: bool = False,
         **defaults: Any,
     ) -> None:
         self.initialized = False
@@ -127,7 +130,9 @@ class ZeroRedundancyOptimizer(ModeFront):
         super().__init__()
         join = JoinContext(self)
         if module is not None:
-            self.mode: Mode = ModuleMode(comm, join, module, overlap, broadcast_buffers)
+            self.mode: Mode = ModuleMode(
+                comm, join, module, overlap, broadcast_buffers, recoverable
+            )
         elif overlap_with_ddp:
             self.mode = InsideDDP(comm, join, given.module)
         else:
@@ -238,8 +243,8 @@ class ZeroRedundancyOptimizer(ModeFront):
     def recover(self) -> None:
         """Give up a batch on which a rank has failed. Called on every rank.
 
-        Needs `module`, and parameters on the CPU: with an accelerator, ranks do not wait for each
-        other's notes.
+        Needs `module`, and on an accelerator `recoverable=True`: otherwise ranks do not wait for
+        each other's notes there.
 
         A rank on which the loader, forward, backward or the closure raised calls this in its
         handler. `step()`, `zero_grad()` or the next backward pass then raises `BatchSkippedError`

@@ -13,23 +13,17 @@ from unittest import mock
 
 import pytest
 import torch
-from models import MLP_PROBLEM, PROBLEMS, SGD, Setup, rank, world_size
+from models import MLP_PROBLEM, SGD, Setup, rank
 from on_ranks import on_ranks
-from problems import differing
 from ranks import each_raises_on_every_rank, run_ranks
-from scenarios import ALL, APART, MODULE, sharded, unsharded
+from recovery import Broken, differences
+from scenarios import ALL, APART, MODULE, sharded
 from torch import Tensor, nn
 from traffic import counted
 
-from shardstep import BatchSkippedError
 from shardstep.gradients.used import OutOfStepError
 from shardstep.modes import lockstep
 from shardstep.modes.lockstep import Lockstep
-
-
-class Broken(Exception):
-    """What a user's code raises."""
-
 
 EDITS: dict[str, tuple[Callable[[list[Any]], object], str]] = {
     "remove a parameter": (lambda groups: groups[0]["params"].pop(), "'.*' is no longer in it"),
@@ -224,90 +218,26 @@ def test_an_accelerator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
 # ------------------------------------------------------------------------------------- recover
 
 
-FAILS: dict[str, Callable[[int], bool]] = {
-    "on rank 0": lambda step: rank() == 0 and step in (2, 5),
-    "on the last rank": lambda step: rank() == world_size() - 1 and step in (0, 2),
-    "on one after the other": lambda step: rank() == step % 2 and step in (2, 3, 4),
-    "on all": lambda step: step == 3,
-}
+WHERE = ["loader", "forward", "backward"]
 
 
-def _fail_in(setup: Setup, where: str, step: int) -> None:
-    """Run a batch, and raise at the given place of it."""
-    problem = PROBLEMS["conv"]
-    if where == "loader":
-        raise Broken(where)
-    if where == "forward":
-        with setup.no_sync():  # the statistics of the batch are taken over all the same
-            problem.loss(setup.model, step)
-        raise Broken(where)
-    loss = problem.loss(setup.model, step)
-    handle = list(setup.module.parameters())[2].register_post_accumulate_grad_hook(_raise)
-    try:
-        loss.backward()
-    finally:
-        handle.remove()
-
-
-def _raise(param: Tensor) -> None:
-    raise Broken("hook")
-
-
-def _recovering(where: str, which: str, closure: bool) -> list[Tensor]:
-    """Skip batches on which a rank fails, and return parameters and buffers."""
-    setup = sharded("module", PROBLEMS["conv"].fresh(), SGD)
-    for step in range(7):
-
-        def batch(step: int = step) -> Tensor:
-            setup.opt.zero_grad()
-            if FAILS[which](step):
-                _fail_in(setup, where, step)
-            return setup.backward(step, PROBLEMS["conv"])
-
-        try:
-            if closure:
-                setup.opt.step(batch)
-            else:
-                batch()
-                setup.opt.step()
-        except (Broken, BatchSkippedError):
-            setup.opt.recover()
-    setup.opt.zero_grad()
-    PROBLEMS["conv"].loss(setup.model, 1)
-    return [*setup.params, *setup.module.buffers()]
-
-
-def _skipping(where: str, which: str) -> list[Tensor]:
-    """Do the same with DDP, where all ranks know beforehand which batches to skip."""
-    setup = unsharded(PROBLEMS["conv"].fresh(), SGD)
-    for step in range(7):
-        fails = torch.tensor(int(FAILS[which](step)))
-        mine = bool(fails)
-        torch.distributed.all_reduce(fails)
-        if fails:
-            if not (mine and where == "loader"):
-                PROBLEMS["conv"].loss(setup.module if mine else setup.model.module, step)  # type: ignore[attr-defined]
-            continue
-        setup.opt.zero_grad()
-        setup.backward(step, PROBLEMS["conv"])
-        setup.opt.step()
-    PROBLEMS["conv"].loss(setup.model, 1)
-    return [*setup.params, *setup.module.buffers()]
-
-
-@pytest.mark.parametrize("where", ["loader", "forward", "backward"])
+@pytest.mark.parametrize("where", WHERE)
 @on_ranks(2, 3)
-def test_a_batch_that_fails_on_a_rank_is_skipped_on_all(where: str) -> list[Any]:
-    found: list[Any] = []
-    for number, which in enumerate(FAILS):
-        closure = world_size() == 2 and number % 2 == 1
-        expected, got = _skipping(where, which), _recovering(where, which, closure)
-        if world_size() == 2:
-            found += [(which, each) for each in differing(expected, got)]
-        else:
-            pairs = enumerate(zip(expected, got, strict=True))
-            found += [(which, n) for n, (a, b) in pairs if not a.allclose(b)]
-    return found
+def test_a_batch_that_fails_on_a_rank_is_skipped_on_all(where: str) -> list[str]:
+    return differences(where)
+
+
+def _in_one_order(setup: Setup) -> None:
+    """Let the notes of reductions meet what is launched before and after them, as over NCCL."""
+    exchange = setup.opt.mode.comm._exchange
+    exchange._notes = exchange._launched
+
+
+@pytest.mark.parametrize("where", WHERE)
+@on_ranks(2)
+def test_also_where_reductions_run_in_one_order_and_notes_come_late(where: str) -> list[str]:
+    with mock.patch.object(lockstep, "WAITED_FOR", ()):
+        return differences(where, _in_one_order, recoverable=True)
 
 
 def _refused(mode: str) -> None:
@@ -324,7 +254,7 @@ def test_a_finished_backward_pass_cannot_be_given_up() -> None:
     setup.opt.recover()
 
 
-@on_ranks(2, raises=RuntimeError, match="accelerator")
+@on_ranks(2, raises=RuntimeError, match="recoverable=True")
 def test_recover_is_refused_where_notes_are_not_waited_for() -> None:
     """The other ranks would have taken the step before they learn of it."""
     with mock.patch.object(lockstep, "WAITED_FOR", ()):

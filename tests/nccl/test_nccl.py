@@ -29,6 +29,7 @@ from models import ADAMW, MLP_PROBLEM, Failing, rank, train, world_size
 from on_nccl import run_on_nccl
 from problems import copies, differing
 from ranks import RankFailure
+from recovery import differences
 from scenarios import ALL, REFUSED, SCENARIOS, compared, sharded, unsharded
 from torch.torch_version import TorchVersion
 
@@ -206,10 +207,11 @@ def test_different_models_are_refused_on_every_rank(world_size: int) -> None:
         assert "weight" in said
 
 
-def _apart(mode: str, cause: str) -> tuple[int, str]:
+def _apart(mode: str, cause: str, recoverable: bool = False) -> tuple[int, str]:
     """Let rank 1 leave the others' path in step 2, and return the step that tells this rank."""
     kind = (Failing if cause == "raises" else torch.optim.SGD, {"lr": 0.1})
-    setup = sharded(mode, MLP_PROBLEM.fresh(), kind, zero={"layout": "sliced"})
+    zero = {"layout": "sliced", "recoverable": recoverable}
+    setup = sharded(mode, MLP_PROBLEM.fresh(), kind, zero=zero)
     for step in range(6):
         Failing.armed = step == 2
         if cause == "option" and step == 2 and rank() == 1:
@@ -240,6 +242,11 @@ def test_every_rank_learns_that_one_is_out_of_step(
     assert said in error
 
 
+@pytest.mark.parametrize(("cause", "noticed"), [("option", 2), ("raises", 3)])
+def test_a_rank_that_can_recover_learns_it_at_the_next_step(cause: str, noticed: int) -> None:
+    assert {step for step, _ in run_on_nccl(_apart, 2, "module", cause, True)} == {noticed}
+
+
 def _recover() -> str:
     setup = sharded("module", MLP_PROBLEM.fresh())
     with pytest.raises(RuntimeError) as caught:
@@ -249,7 +256,17 @@ def _recover() -> str:
 
 def test_recovery_is_refused_where_the_others_may_have_stepped() -> None:
     for said in run_on_nccl(_recover, 2):
-        assert "accelerator" in said
+        assert "recoverable=True" in said
+
+
+def _skip(where: str) -> list[str]:
+    return differences(where, recoverable=True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("where", ["loader", "forward", "backward"])
+def test_a_batch_that_fails_on_a_rank_is_skipped_on_all(where: str, world_size: int) -> None:
+    assert run_on_nccl(_skip, world_size, where) == [[]] * world_size
 
 
 def _one_dies() -> None:

@@ -22,8 +22,7 @@ def _run(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     return run_nccl_ranks(with_same_bits, world_size, fn, *args)
 
 
-# Lightning gives each rank a GPU of its own.
-@pytest.mark.parametrize("name", ["accelerate", "trainer"])
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_cell_is_equal(name: str, tmp_path: Path) -> None:
     pytest.importorskip(FRAMEWORKS[name])
     table = rows_of(name, tmp_path, _run)

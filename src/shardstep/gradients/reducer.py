@@ -325,7 +325,7 @@ class GradReducer(ShardNorms):
             self._round = None
             self._leave_backward()
             works = []
-            for _ in self._notes.even_out(self._comm):
+            for _ in self._notes.even_out():
                 works += self.lanes.launch_zeros(first)
                 self._used.tell(given_up=True)
                 first = 0

@@ -43,7 +43,7 @@ class Notes(Protocol):
     def read(self, rows: torch.Tensor) -> None:
         """Compare the notes of all ranks, and raise if they differ. Called on every rank."""
 
-    def even_out(self, comm: Comm) -> Iterator[None]:
+    def even_out(self) -> Iterator[None]:
         """Yield whenever this rank has to send a note, until all are at the same position.
 
         Called on every rank. The first note comes before the ranks compare.

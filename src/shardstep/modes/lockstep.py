@@ -48,6 +48,8 @@ class Lockstep:
         steps: the number of calls of `step()`.
         raised: the number of those that raised.
         loads: the number of calls of `load_state_dict()`.
+        recovery_comm: the ranks, on connections of the CPU, if notes are to be waited for on every
+            device. Where reductions run in one order, these can be used amid a round.
     """
 
     nbytes = FORM.size
@@ -58,6 +60,7 @@ class Lockstep:
         self._options: list[list[tuple[str, Any]]] = []
         self._digest = 0
         self._arriving: Callable[[], list[list[int]]] | None = None
+        self.recovery_comm: Comm | None = None
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -89,21 +92,21 @@ class Lockstep:
         counts = (getattr(self, name) for name in COUNTS)
         return FORM.pack(marks, *counts, self._digest)
 
-    @property
-    def waits(self) -> bool:
+    def waits_on(self, device: torch.device) -> bool:
         """Return whether a rank waits for the others' notes before it takes the step."""
-        return self._mode.params[0].device.type in WAITED_FOR
+        return self.recovery_comm is not None or device.type in WAITED_FOR
 
     def read(self, rows: torch.Tensor) -> None:
         """Compare the notes of all ranks, one row each. Called on every rank.
 
-        An accelerator is not waited for: these notes are compared when the next ones are read.
+        Unless asked for, an accelerator is not waited for: these notes are compared when the next
+        ones are read.
 
         Raises:
             OutOfStepError: on every rank, naming a difference.
         """
         arrived, self._arriving = self._arriving, _fetch(rows)
-        if rows.device.type in WAITED_FOR:
+        if self.waits_on(rows.device):
             arrived, self._arriving = self._arriving, None
         if arrived is not None:
             self._compare(arrived())
@@ -116,13 +119,14 @@ class Lockstep:
             work.wait()
             self.read(rows)
 
-    def even_out(self, comm: Comm) -> Iterator[None]:
+    def even_out(self) -> Iterator[None]:
         """Yield whenever this rank has to send a note, until all are at the same position.
 
         Called on every rank. The first note comes before the ranks compare.
         """
         yield
         self._arriving = None
+        comm = self.recovery_comm or self._mode.comm
         said = all_gather_json(comm, [getattr(self, name) for name in COUNTS])
         highest = dict(zip(COUNTS, map(max, zip(*said, strict=True)), strict=True))
         for _ in range(highest["rounds"] - self.rounds):

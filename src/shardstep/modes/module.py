@@ -43,11 +43,13 @@ class ModuleMode(Mode):
         module: torch.nn.Module,
         overlap: bool,
         broadcast_buffers: bool,
+        recoverable: bool,
     ) -> None:
         super().__init__(comm, join, module)
         self.module = self._module = module
         self._overlap = overlap
         self._broadcast_buffers = broadcast_buffers
+        self._recoverable = recoverable
         # Whether a forward pass may have changed the buffers of each rank in its own way.
         self._buffers_differ = False
         self._buffer_source = 0
@@ -80,7 +82,8 @@ class ModuleMode(Mode):
             f"buffer {name!r} (shape {tuple(buffer.shape)}, {buffer.dtype})"
             for name, buffer in self._module.named_buffers()
         ]
-        return [f"module=, broadcast_buffers={self._broadcast_buffers}", *buffers]
+        mode = f"broadcast_buffers={self._broadcast_buffers}, recoverable={self._recoverable}"
+        return [f"module=, {mode}", *buffers]
 
     @override
     def synchronise_start(self) -> None:
@@ -102,6 +105,8 @@ class ModuleMode(Mode):
         # other. Nor may they meet the traffic of another optimizer in the same group: a backward
         # pass through two modules may reduce in a different order on each rank.
         self.gather_comm = self.comm.new_connection()
+        if self._recoverable:
+            self.lockstep.recovery_comm = self.comm.new_connection("gloo")
         self.comm = self.comm.new_connection()
 
     @override
@@ -209,11 +214,11 @@ class ModuleMode(Mode):
                 f"rank {self.comm.group_rank}: recover() cannot be called within Join: joined "
                 "ranks would not take part"
             )
-        if not self.lockstep.waits:
+        if not self.lockstep.waits_on(self.params[0].device):
             raise RuntimeError(
-                f"rank {self.comm.group_rank}: recover() cannot be called with parameters on an "
-                "accelerator: the other ranks do not wait for this one's note there, and may have "
-                "taken the step without it; start again from a checkpoint"
+                f"rank {self.comm.group_rank}: recover() needs recoverable=True with parameters on "
+                "an accelerator: without it, the other ranks do not wait for this one's note, and "
+                "may have taken the step; start again from a checkpoint"
             )
         self._reducer.recover()
         self._sync_buffers()

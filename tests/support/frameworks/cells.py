@@ -151,6 +151,17 @@ def on_cpu() -> bool:
     return dist.get_backend() != "nccl"
 
 
+def lightning_devices() -> dict[str, Any]:
+    """Return the arguments by which Lightning trains on these ranks.
+
+    It gives each rank of a node a GPU of its own. Over NCCL each rank is a node of its own here.
+    """
+    size = dist.get_world_size()
+    if on_cpu():
+        return {"accelerator": "cpu", "devices": size}
+    return {"accelerator": "gpu", "devices": 1, "num_nodes": size}
+
+
 @contextlib.contextmanager
 def launched() -> Iterator[None]:
     """Give this process the environment that `torchrun` gives to a rank."""
@@ -159,7 +170,7 @@ def launched() -> Iterator[None]:
     os.environ |= {
         "RANK": rank,
         "LOCAL_RANK": rank if on_cpu() else "0",  # all ranks share one GPU
-        "GROUP_RANK": "0",
+        "GROUP_RANK": "0" if on_cpu() else rank,
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": world_size,
         "MASTER_ADDR": "127.0.0.1",

@@ -12,15 +12,14 @@ from lightning.fabric.strategies import DDPStrategy
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from frameworks.cells import Trial
+from frameworks.cells import Trial, lightning_devices
 from frameworks.parts import BATCH, Net, data, optimizer_for
 from shardstep.integrations.lightning import ShardstepFabricStrategy
 
 
 def run(trial: Trial) -> dict[str, Any]:
     fabric = Fabric(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
+        **lightning_devices(),
         strategy=ShardstepFabricStrategy() if trial.kind == "module" else DDPStrategy(),
         precision="bf16-mixed" if trial.bf16 else "32-true",
     )

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from frameworks.cells import Trial
+from frameworks.cells import Trial, lightning_devices
 from frameworks.parts import BATCH, Net, data, optimizer_for
 from shardstep.integrations.lightning import ShardstepStrategy
 
@@ -44,8 +44,7 @@ class Classifier(LightningModule):
 def trained(trial: Trial, epochs: int, start: Path | None) -> tuple[Trainer, Classifier]:
     model = Classifier(trial.kind)
     trainer = Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
+        **lightning_devices(),
         strategy=ShardstepStrategy() if trial.kind == "module" else DDPStrategy(),
         max_epochs=epochs,
         accumulate_grad_batches=trial.accumulate,
