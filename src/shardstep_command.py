@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,8 @@ def exit_on_ctrl_c() -> Iterator[None]:
 
 def main() -> None:
     """Run the command line. Ctrl-C at any moment ends it with status 130, without a traceback."""
+    # Torch says this where NumPy, which this command does not use, is not installed.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     with exit_on_ctrl_c():
         from shardstep.cli import main
     try:

@@ -50,8 +50,8 @@ class Report:
         mean = self.parameter_nbytes / self.plan.world_size
         share = f", {self.owned_nbytes / mean:.3f} × the mean" if mean else ""
         rows = [
-            ("parameters", self.parameter_nbytes, "on every rank"),
-            ("updated here", self.owned_nbytes, f"of the parameters{share}"),
+            ("trainable parameters", self.parameter_nbytes, "on every rank"),
+            ("updated here", self.owned_nbytes, f"of these{share}"),
         ]
         if self.gradient_nbytes:
             note = "of this rank's shard, and messages in flight"

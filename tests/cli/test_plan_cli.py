@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,56 @@ def test_a_model_comes_from_a_factory_or_from_weights(tmp_path: Path) -> None:
     assert made["plans"][0]["ddp"]["state"] == 2 * 4 * (64 * 512 * 2 + 512) + 3 * 4
     file = tmp_path / "model.safetensors"
     safetensors.write(file, {"w": torch.zeros(64, 512), "n": torch.zeros(3, dtype=torch.int64)})
-    for path in (file, tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": file.name, "n": file.name}}))
+    for path in (file, tmp_path, index):
         assert planned("--safetensors", path)["num_parameters"] == 64 * 512
+
+
+def odd() -> nn.Module:
+    print("a factory may print")
+    model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64, dtype=torch.complex64)])
+    model.packed = nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
+    model.tied = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("precision", ["own", "bf16"])
+def test_only_real_floating_point_parameters_change_their_dtype(precision: str) -> None:
+    result = run("--import", "test_plan_cli:odd", "--ranks", 2, "--json", "--precision", precision)
+    made = json.loads(result.stdout)
+    real = 4 if precision == "own" else 2
+    assert made["num_parameters"] == 2 * (64 * 64 + 64) + 64 * 64
+    assert made["parameter_bytes"] == (real + 8) * (64 * 64 + 64) + 64 * 64
+    assert "a factory may print" in result.stderr
+
+
+def test_a_model_without_parameters_that_train_needs_no_state() -> None:
+    made = planned("--import", "test_plan_cli:frozen")
+    assert made["precision"] == "nothing trains"
+    assert made["plans"][1]["module"]["state"] == 0
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(64, 64).requires_grad_(False)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_a_narrow_terminal_cuts_no_number(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes stdout for a terminal
+    shown = re.sub(r"\x1b\[[\d;]*m", "", run("--import", "test_plan_cli:zero", "--ranks", 2).stdout)
+    assert "test_plan_cli:zero: 64 parameters" in shown, "not an emoji"
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= max(80, columns)
+
+
+def zero() -> nn.Module:
+    return nn.Linear(64, 1, bias=False)
+
+
+def broken() -> nn.Module:
+    raise KeyError("vocab")
 
 
 @pytest.mark.parametrize(
@@ -89,6 +138,9 @@ def test_the_table_compares_methods_and_the_picture_is_drawn(tmp_path: Path) -> 
         (("--model", "gpt2-124m", "--optimizer", "Adan"), "torch.optim has no such class"),
         (("--model", "gpt2-124m", "--option", "lr"), "expected name=value"),
         (("--import", "no.such:thing"), "No module named 'no'"),
+        (("--import", "test_plan_cli:broken"), "test_plan_cli:broken: KeyError: 'vocab'"),
+        (("--import", "torch.nn:Linear"), "--import torch.nn:Linear: TypeError"),
+        (("--import", "torch.nn:Flatten"), "no floating-point parameters"),
         (("--safetensors", "nowhere"), "nowhere"),
     ],
 )

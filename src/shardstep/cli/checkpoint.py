@@ -166,7 +166,8 @@ def import_(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="A file of torch.save, or safetensors: a file or a folder."
+            metavar="FILE",
+            help="A file of torch.save, or safetensors: a file, its index or a folder.",
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint to make.")],

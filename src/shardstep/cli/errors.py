@@ -13,13 +13,28 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 from shardstep.checkpoint.files import CheckpointError, Stages
 from shardstep.checkpoint.files import Progress as OnBytes
+
+
+class _Size(DownloadColumn):
+    def render(self, task: Task) -> Text:
+        """Return done and total bytes; nothing for a bar without an end."""
+        return Text() if task.total is None else super().render(task)
+
+
+class _Speed(TransferSpeedColumn):
+    def render(self, task: Task) -> Text:
+        """Return bytes per second; nothing for a bar without an end."""
+        return Text() if task.total is None else super().render(task)
+
 
 ERRORS = (CheckpointError, OSError, ValueError, TypeError, RuntimeError, MemoryError)
 
@@ -56,10 +71,12 @@ def reporting(doing: str = "working") -> Iterator[Stages]:
 @contextmanager
 def byte_progress(console: Console, doing: str) -> Iterator[Stages]:
     """Yield a function that adds a bar, given a word and a number of bytes."""
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
     with Progress(
-        TextColumn("{task.description:>8}"),
-        *columns,
+        TextColumn("{task.description:>8}", markup=False),
+        BarColumn(),
+        _Size(),
+        _Speed(),
+        TimeElapsedColumn(),
         console=console,
         disable=not console.is_terminal,
     ) as bars:

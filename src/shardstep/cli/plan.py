@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +31,8 @@ METHODS: dict[str, tuple[str, Callable[[Job, int], Footprint]]] = {
 """A title and a function of the job and the number of ranks, by name in JSON."""
 
 COLUMNS = ("parameters", "gradients", "masters", "state", "buffers", "peak")
+TRAFFIC = ("imbalance", "sent", "time")
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def _parse_ranks(text: str) -> list[int]:
@@ -61,7 +63,9 @@ def plan(
     weights: Annotated[
         Path | None,
         typer.Option(
-            "--safetensors", metavar="PATH", help="Weights: a safetensors file or a folder."
+            "--safetensors",
+            metavar="PATH",
+            help="Weights: a safetensors file, its index, or a folder.",
         ),
     ] = None,
     optimizer: Annotated[
@@ -172,7 +176,7 @@ def _precision(job: Job) -> str:
     trained = {spec.dtype for spec in job.specs if spec.trainable}
     pairs = [(dtype, job.policy.step_dtype(dtype)) for dtype in sorted(trained, key=str)]
     words = [f"{a}" if a == b else f"{a} stepped on in {b}" for a, b in pairs]
-    return ", ".join(words).replace("torch.", "")
+    return ", ".join(words).replace("torch.", "") or "nothing trains"
 
 
 def _predict(job: Job, ranks: list[int], link: int, memory: int | None) -> dict[str, Any]:
@@ -197,46 +201,58 @@ def _predict(job: Job, ranks: list[int], link: int, memory: int | None) -> dict[
 
 
 def _print(result: dict[str, Any]) -> None:
-    console = Console(width=None if Console().is_terminal else 140)
+    terminal = Console().is_terminal
+    # A model's name is no markup.
+    console = Console(width=None if terminal else 140, highlight=False, markup=False, emoji=False)
     largest = max(row["ddp"]["peak"] for row in result["plans"])
-    unit, size = ("GB", 1e9) if largest >= 1e10 else ("MB", 1e6)
+    unit, size = next(each for each in UNITS if largest >= 10 * each[1] or each is UNITS[-1])
     console.print(
         f"{result['model']}: {result['num_parameters']:,} parameters, "
         f"{result['parameter_bytes'] / size:,.2f} {unit}; {result['optimizer']}, "
-        f"{result['precision']}",
-        highlight=False,
+        f"{result['precision']}"
     )
     for line in result["layouts"]:
-        console.print(line, highlight=False, markup=False)
-    table = Table(box=box.SIMPLE_HEAD, caption_justify="left")
-    table.caption = (
+        console.print(line)
+    tables = [_table(result, size, [*COLUMNS, *TRAFFIC])]
+    if _width(tables[0]) > console.width:
+        tables = [_table(result, size, columns, padding=0) for columns in (COLUMNS, TRAFFIC)]
+        # A terminal that is narrower still breaks lines. Cut numbers would be worse.
+        console.width = max(console.width, *map(_width, tables))
+    tables[-1].caption = (
         f"{unit} on the fullest rank; sent and time per step; buckets of "
         f"{result['bucket_bytes'] / 2**20:.3g} MiB, over {result['backend']}"
     )
-    for column in ("ranks", "method", *COLUMNS, "imbalance", "sent", "time"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for row in result["plans"]:
-        for number, (key, (title, _)) in enumerate(METHODS.items()):
-            found = row[key]
-            table.add_row(
-                f"{row['ranks']:,}" if number == 0 else "",
-                title,
-                *(f"{found[column] / size:,.2f}" for column in COLUMNS),
-                f"{found['imbalance']:.3f}",
-                f"{found['sent'] / size:,.2f}",
-                f"{found['seconds'] * 1e3:,.1f} ms",
-            )
-        table.add_section()
-    console.print(table)
+    console.print(*tables)
     most = result["plans"][-1]
     if result["backend"] == "gloo" and most["module"]["sent_most"] > 1.05 * most["module"]["sent"]:
         console.print(
             "Whole tensors make uneven segments, which Gloo sends directly. The busiest "
-            f"of {most['ranks']:,} ranks sends {most['module']['sent_most'] / size:,.2f} {unit}.",
-            highlight=False,
+            f"of {most['ranks']:,} ranks sends {most['module']['sent_most'] / size:,.2f} {unit}."
         )
     if "memory" in result:
         console.print(f"Fewest ranks with a peak of at most {result['memory'] / 1e9:,.1f} GB:")
         for key, (title, _) in METHODS.items():
             ranks = result["fewest_ranks"][key]
-            console.print(f"  {title:<18} {ranks or f'none up to {MAX_RANKS:,}'}", highlight=False)
+            console.print(f"  {title:<18} {ranks or f'none up to {MAX_RANKS:,}'}")
+
+
+def _width(table: Table) -> int:
+    return Console(width=1000).measure(table).maximum
+
+
+def _table(
+    result: dict[str, Any], size: float, columns: Sequence[str], padding: Any = (0, 1)
+) -> Table:
+    """Return a row for each number of ranks and method, with bytes as multiples of `size`."""
+    table = Table(box=box.SIMPLE_HEAD, caption_justify="left", padding=padding)
+    for column in ("ranks", "method", *columns):
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    for row in result["plans"]:
+        for number, (key, (title, _)) in enumerate(METHODS.items()):
+            cells = {name: f"{row[key][name] / size:,.2f}" for name in (*COLUMNS, "sent")}
+            cells["imbalance"] = f"{row[key]['imbalance']:.3f}"
+            cells["time"] = f"{row[key]['seconds'] * 1e3:,.1f} ms"
+            ranks = f"{row['ranks']:,}" if number == 0 else ""
+            table.add_row(ranks, title, *(cells[name] for name in columns))
+        table.add_section()
+    return table

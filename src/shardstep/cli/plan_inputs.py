@@ -6,6 +6,7 @@ import ast
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -38,22 +39,28 @@ _POLICIES = {
 def import_model(path: str) -> list[ParamSpec]:
     """Return the parameters of the module that a factory makes on the meta device."""
     factory = _import(path, "--import")
-    with torch.device("meta"):
-        module = factory()
-    if not isinstance(module, torch.nn.Module):
-        raise ValueError(f"--import {path}: expected a torch.nn.Module, got {type(module)}")
-    return [
-        replace(
-            ParamSpec.of(name, tuple(param.shape), param.dtype),
-            stride=param.stride(),
-            trainable=param.requires_grad,
-        )
-        for name, param in module.named_parameters()
-    ]
+    try:
+        with torch.device("meta"), redirect_stdout(sys.stderr):  # stdout is for the plan alone
+            module = factory()
+            if not isinstance(module, torch.nn.Module):
+                raise TypeError(f"expected a torch.nn.Module, got {type(module)}")
+            return [
+                replace(
+                    ParamSpec.of(name, tuple(param.shape), param.dtype),
+                    stride=param.stride(),
+                    trainable=param.requires_grad,
+                )
+                for name, param in module.named_parameters()
+            ]
+    except Exception as error:  # of the user's code
+        raise ValueError(
+            f"--import {path}: {type(error).__name__}: {error}; expected a function without "
+            "arguments that returns a torch.nn.Module and reads no values of its tensors"
+        ) from error
 
 
 def read_model(path: Path) -> list[ParamSpec]:
-    """Return the floating-point tensors of safetensors: a file, or a folder of them."""
+    """Return the floating-point tensors of safetensors: a file, an index, or a folder."""
     specs: list[ParamSpec] = []
     for file in weight_files(path)[0]:
         with File(file) as opened:
@@ -87,7 +94,7 @@ def make_job(
     specs = [
         replace(
             spec,
-            dtype=_DTYPES.get(precision, torch.bfloat16) or spec.dtype,
+            dtype=(_is_real(spec) and _DTYPES.get(precision, torch.bfloat16)) or spec.dtype,
             group=int(len(classes) > 1 and not (len(spec.shape) == 2 and block_of(spec.name))),
         )
         for spec in specs
@@ -114,11 +121,18 @@ def make_job(
 
     sizes = []
     for spec in specs:
+        if not spec.trainable:
+            sizes.append(StateSize())
+            continue
         sliced = spec.layout == "sliced"
         dtype = policy.step_dtype(spec.dtype)
         sizes.append(state_size(spec.group, () if sliced else spec.shape, dtype))
     bucket_bytes = bucket_bytes or default_bucket_bytes(specs, MIN_BUCKET_BYTES[backend])
     return Job(specs, policy, sizes, bucket_bytes), layouts.explain(groups)
+
+
+def _is_real(spec: ParamSpec) -> bool:
+    return spec.dtype.is_floating_point and spec.dtype.itemsize > 1
 
 
 def _optimizer_class(name: str) -> Any:

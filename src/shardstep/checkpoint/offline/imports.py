@@ -139,7 +139,7 @@ def import_file(
             "reshard or export"
         )
     require(source.exists(), f"{source} does not exist")
-    if source.is_dir() or source.suffix == ".safetensors":
+    if source.is_dir() or source.suffix in (".safetensors", ".json"):
         if any(each is not None for each in (model_key, optimizer_key, names, optimizer_class)):
             raise ValueError(f"{source} has weights only; leave out keys, names and the class")
         return _import_safetensors(source, Path(path), stages)
@@ -236,7 +236,8 @@ def _import_safetensors(source: Path, path: Path, stages: Stages) -> Path:
                 file_of[name] = file.name
         for name, listed in index.items():
             if file_of.get(name) != listed:
-                raise CheckpointError(f"{source / listed}: there should be a tensor {name!r}")
+                expected = paths[0].parent / listed
+                raise CheckpointError(f"{expected}: there should be a tensor {name!r}")
         model = files.add_model(ModelState(_strip_names(tensors, str(source)), {}, {}))
         contents = Contents(model=model, made_by={**made_by(1), "imported": True})
         return write_alone(path, files, contents, stages)
@@ -244,20 +245,23 @@ def _import_safetensors(source: Path, path: Path, stages: Stages) -> Path:
 
 def weight_files(source: Path) -> tuple[list[Path], dict[str, str]]:
     """Return the files with a model's weights, and the index from tensors to files, if any."""
-    if not source.is_dir():
-        return [source], {}
-    if (source / WEIGHTS).exists():
-        return [source / WEIGHTS], {}
-    if not (source / HF_INDEX).exists():
-        raise CheckpointError(f"{source}: has neither {WEIGHTS} nor {HF_INDEX}")
-    text = read_json((source / HF_INDEX).resolve())
+    found = source
+    if source.is_dir():
+        if (source / WEIGHTS).exists():
+            return [source / WEIGHTS], {}
+        if not (source / HF_INDEX).exists():
+            raise CheckpointError(f"{source}: has neither {WEIGHTS} nor {HF_INDEX}")
+        found = source / HF_INDEX
+    if found.suffix != ".json":
+        return [found], {}
+    text = read_json(found.resolve())
     index = text.get("weight_map") if isinstance(text, dict) else None
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
-        raise CheckpointError(f"{source / HF_INDEX}: has no weight_map")
+        raise CheckpointError(f"{found}: has no weight_map")
     names = sorted(set(index.values()))
     if any(Path(name).name != name for name in names):
-        raise CheckpointError(f"{source / HF_INDEX}: leads out of the folder")
-    return [source / name for name in names], index
+        raise CheckpointError(f"{found}: leads out of the folder")
+    return [found.parent / name for name in names], index
 
 
 # ------------------------------------------------------------------------------ state dicts
