@@ -247,6 +247,31 @@ def replace_by_hand(setup: Setup) -> None:
 # ---------------------------------------------------------------------------------------- steps
 
 
+def _clamp(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.clamp_(-1e-3, 1e-3)
+
+
+@scenario()
+def change_gradients_in_hooks(setup: Setup) -> list[Tensor]:
+    """Hooks come after the optimizer, and change the gradient of each rank before the mean."""
+    for number, param in enumerate(setup.module.parameters()):
+        if number % 3:
+            param.register_post_accumulate_grad_hook(_clamp)
+        else:
+            param.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    return train(setup, MLP_PROBLEM, range(4))
+
+
+@scenario(modes=APART, ranks=(1, 2, 3))
+def change_what_was_held_back_in_a_hook(setup: Setup) -> None:
+    setup.module.get_parameter("layers.1.weight").register_post_accumulate_grad_hook(_clamp)
+    with setup.no_sync():
+        setup.backward(0)
+    setup.backward(1)
+    setup.finish()
+
+
 @scenario()
 def closure(setup: Setup) -> list[Tensor]:
     losses = []

@@ -324,6 +324,7 @@ REFUSED: Errors = {
     ("zero_in_place", ("register",)): (ValueError, "without set_to_none=False"),
     ("zero_in_place_through_the_module", ("register",)): (ValueError, "without set_to_none=False"),
     ("never_clear", ("register",)): (RuntimeError, r"call zero_grad\(\)"),
+    ("change_what_was_held_back_in_a_hook", MODULE): (RuntimeError, r"register_hook\(\)"),
     ("sparse_gradients", ("interleaved", "register")): (
         ValueError,
         "'tokens' makes sparse gradients",

@@ -51,8 +51,8 @@ class Reducer(Protocol):
     placeholders: Mapping[int, ShardedGrad]
     widened: frozenset[int]
 
-    def gradient_ready(self, param: int) -> None:
-        """Count in a gradient that is to be sent in this round."""
+    def gradient_ready(self, param: int, final: bool = True) -> None:
+        """Count in a gradient that is to be sent in this round; if not final, at its end."""
 
     def forget(self, params: Iterable[int]) -> None:
         """Forget every earlier gradient of these parameters."""
@@ -156,10 +156,8 @@ class AutogradFeeder(Feeder):
         # Placeholders whose gradient was accumulated locally and never reduced.
         self._aside: set[int] = set()
         for index in self._trained:
-            param: Any = self._params[index]
-            if param.requires_grad:
-                hook = _make_hook(self._reducer, index)
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+            if self._params[index].requires_grad:
+                self._handles.append(_hook(self._params[index], self._reducer, index))
         _attached.add(self)
 
     def detach(self) -> None:
@@ -310,13 +308,21 @@ class DDPFeeder(Feeder):
         )
 
 
-def _make_hook(reducer: weakref.ref[Reducer], param: int) -> Callable[[torch.Tensor], None]:
-    def gradient_ready(tensor: torch.Tensor) -> None:
+def _hook(param: Any, reducer: weakref.ref[Reducer], index: int) -> RemovableHandle:
+    """Tell `reducer` of each gradient of `param`, after all other hooks, which may change it."""
+
+    def gradient_ready(tensor: Any) -> None:
         target = reducer()
         if target is not None:
-            target.gradient_ready(param)
+            hooks = tensor._post_accumulate_grad_hooks
+            is_last = next(reversed(hooks)) == handle.id
+            if not is_last:
+                # From the next pass on. Torch calls them in the order of insertion.
+                hooks[handle.id] = hooks.pop(handle.id)
+            target.gradient_ready(index, is_last)
 
-    return gradient_ready
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(gradient_ready)
+    return handle
 
 
 def _let_go(

@@ -118,12 +118,16 @@ class GradReducer(ShardNorms):
 
     # ---------------------------------------------------------------------------------- a round
 
-    def gradient_ready(self, param: int) -> None:
-        """Count a gradient in, and launch its bucket if that was the last."""
+    def gradient_ready(self, param: int, final: bool = True) -> None:
+        """Count a gradient in, and launch its bucket if that was the last.
+
+        One that is not final may be changed until the end of the pass, and is sent then.
+        """
         # Models over several devices run their backward in several threads.
         with self._lock:
             if self.paused:
-                self._feeder.hold_back(param)
+                if final:
+                    self._feeder.hold_back(param)
                 return
             current = self._round
             if current is None:
@@ -132,7 +136,7 @@ class GradReducer(ShardNorms):
                 current = self._begin_round()
             lane = self.lanes.number_of[param]
             missing = current.missing[lane]
-            if param in missing:
+            if param in missing and final:
                 missing.remove(param)
                 if not missing and self._overlap and self._is_next():
                     self._launch_complete(current)

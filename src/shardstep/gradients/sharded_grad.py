@@ -106,8 +106,11 @@ class ShardedGrad(torch.Tensor):
     ) -> Any:
         """Run the operations that a sharded gradient supports, and refuse the rest."""
         act = _ACTS.get(func.overloadpacket)
-        if act is _accumulate and torch._C._current_graph_task_id() == -1:
-            act = None  # a user who adds to it means something else
+        in_backward = torch._C._current_graph_task_id() != -1
+        # A user who adds to it means something else, and autograd does nothing but add. A hook
+        # that changes it would change the sum over ranks, and end the round.
+        if act is not _same and in_backward != (act is _accumulate):
+            act = None
         grads = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
         mixed = not all(isinstance(grad, ShardedGrad) for grad in grads)
         if act is None or (mixed and act is not _zero_each):
@@ -122,7 +125,8 @@ class ShardedGrad(torch.Tensor):
             "sharded across ranks. To clip, call optimizer.clip_grad_norm_(...) or "
             "clip_grad_value_(...); for all norms, optimizer.grad_norms(); to read it, call "
             f"optimizer.full_grad({self.param_name!r}) on every rank; to drop it, call "
-            "optimizer.zero_grad(). Before the next backward pass through a DDP module, call "
+            "optimizer.zero_grad(). To change what a backward pass adds to it, use the parameter's "
+            "register_hook(). Before the next backward pass through a DDP module, call "
             "zero_grad(); with module=, do not wrap the model in DDP"
         )
 
