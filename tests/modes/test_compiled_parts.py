@@ -28,6 +28,17 @@ class _Block(nn.Module):
         return y if weight is None else y @ weight
 
 
+class _Reaching(_Block):
+    """Reads a parameter of another part."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self._other = [other]
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return super().forward(x, self._other[0].weight)
+
+
 class _Blocks(nn.Module):
     """Notes before each block whether the head, which is read last, is in flight."""
 
@@ -110,3 +121,21 @@ def test_what_else_is_compiled_ends_the_overlap() -> None:
         found.append(any(map(_in_flight, module.parameters())))
     assert found == [False] * 3
     assert_same(expected, copies(module.parameters()), "compiled as a whole")
+
+
+@on_ranks(2, timeout=110)
+def test_parts_that_read_parameters_of_others_are_not_compiled_in_every_pass() -> None:
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        module = _Blocks()
+        module.blocks = nn.ModuleList(_Reaching(module.head) for _ in range(2))
+        for block in module.blocks if compiled else ():
+            block.compile(backend="eager", fullgraph=True)
+        kind, options = SGD
+        opt = ZeroRedundancyOptimizer(
+            module.parameters(), kind, module=module, bucket_bytes=1, **options
+        )
+        results.append(_train(module, opt, range(12)))
+        opt.detach()
+    assert_same(results[0], results[1], "compiled")

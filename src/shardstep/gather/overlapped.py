@@ -32,6 +32,13 @@ from shardstep.gather.in_flight import FailedGather, Flights
 from shardstep.params.module_hook import Removable, UncopiedHook, remove_hooks, when_freed
 from shardstep.params.sharded_params import ShardedParams
 
+COMPILED_IN_FLIGHT = 4
+"""Forward passes that may compile while parameters are in flight.
+
+Dynamo compiles a part again in every forward pass if it reads parameters of other parts: in flight
+they have another class. It gives up after 8 times.
+"""
+
 
 class OverlappedGather(ParamGather):
     """Gathers that go on after `launch` has returned, until their parameters are read.
@@ -48,6 +55,7 @@ class OverlappedGather(ParamGather):
         watch_compiler(_compilation_starts)
         self._overlap = not runs_outside_python(module)
         self._compiled: list[CompiledPart] = []
+        self._num_compiled_in_flight = 0
         self._handles: list[Removable] = []
         if self._overlap:
             self._hook_forward(module)
@@ -106,7 +114,8 @@ class OverlappedGather(ParamGather):
 
     def compilation_starts(self, within_part: bool) -> None:
         """Wait, so that the compiler sees no parameter in flight. See `compiled.py`."""
-        if within_part:
+        self._num_compiled_in_flight += bool(self._flights.works)
+        if within_part and self._num_compiled_in_flight < COMPILED_IN_FLIGHT:
             self.wait()
         else:
             self.disable_overlap()

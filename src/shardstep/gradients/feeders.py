@@ -52,7 +52,10 @@ class Reducer(Protocol):
     widened: frozenset[int]
 
     def gradient_ready(self, param: int, final: bool = True) -> None:
-        """Count in a gradient that is to be sent in this round; if not final, at its end."""
+        """Count in a gradient that is to be sent in this round.
+
+        One that is not final may be changed until the end of the pass, and is sent then.
+        """
 
     def forget(self, params: Iterable[int]) -> None:
         """Forget every earlier gradient of these parameters."""
@@ -311,10 +314,9 @@ class DDPFeeder(Feeder):
 def _hook(param: Any, reducer: weakref.ref[Reducer], index: int) -> RemovableHandle:
     """Tell `reducer` of each gradient of `param`, after all other hooks, which may change it."""
 
-    def gradient_ready(tensor: Any) -> None:
-        target = reducer()
-        if target is not None:
-            hooks = tensor._post_accumulate_grad_hooks
+    def gradient_ready(tensor: torch.Tensor) -> None:
+        target, hooks = reducer(), handle.hooks_dict_ref()
+        if target is not None and hooks is not None:
             is_last = next(reversed(hooks)) == handle.id
             if not is_last:
                 # From the next pass on. Torch calls them in the order of insertion.

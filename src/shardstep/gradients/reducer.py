@@ -119,10 +119,7 @@ class GradReducer(ShardNorms):
     # ---------------------------------------------------------------------------------- a round
 
     def gradient_ready(self, param: int, final: bool = True) -> None:
-        """Count a gradient in, and launch its bucket if that was the last.
-
-        One that is not final may be changed until the end of the pass, and is sent then.
-        """
+        """Count a gradient in, and launch its bucket if that was the last."""
         # Models over several devices run their backward in several threads.
         with self._lock:
             if self.paused:
