@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -76,6 +77,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--picture", type=Path, default=argparse.SUPPRESS, help="PNG file, in place of the default")
     options = parser.parse_args(argv)
     options.contestants = [name for name in options.contestants.split(",") if name]
+    if not {*options.contestants} <= {*DEFAULT_CONTESTANTS.split(",")}:
+        from contestants import CONTESTANTS  # imports torch, which takes a second
+
+        unknown = ", ".join(sorted({*options.contestants} - {*CONTESTANTS}))
+        if unknown:
+            parser.error(f"no contestant is named {unknown}; there are {', '.join(CONTESTANTS)}")
+    if "picture" in options and find_spec("matplotlib") is None:
+        parser.error("--picture needs matplotlib: pip install matplotlib")
     if options.local:
         options.rate = "none"
     if "out" not in options:
@@ -211,8 +220,9 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, _leave)
     machine = describe_machine()
     try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)  # now, not after minutes
         ranks = run_ranks(options)
-    except (RunError, RuntimeError, PermissionError) as error:
+    except (RunError, RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     result = {
@@ -230,7 +240,6 @@ def main(argv: Sequence[str]) -> int:
         "unavailable": ranks[0]["unavailable"],
         "raw_by_rank": [rank["tracks"] for rank in ranks],
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     drawn = result["contestants"] and draw(result, options.picture)
     if options.json:

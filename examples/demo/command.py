@@ -107,7 +107,7 @@ def _place(device: Device, ranks: int | None) -> tuple[str, int]:
         return "cpu", ranks or 2
     if (ranks or 1) > num_gpus:
         raise typer.BadParameter(
-            f"{ranks or 1} ranks need as many GPUs, and there are {num_gpus}; try --device cpu",
+            f"each rank needs a GPU, and there are {num_gpus}; try --device cpu",
             param_hint="--ranks" if ranks else "--device",
         )
     return "cuda", ranks or num_gpus

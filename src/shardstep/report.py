@@ -58,7 +58,7 @@ class Report:
             rows.append(("gradients", self.gradient_nbytes, note))
         if self.master_nbytes:
             rows.append(("masters", self.master_nbytes, "fp32 copies of 16-bit parameters"))
-        note = "" if self.state_nbytes else "the first step makes it"
+        note = "" if self.state_nbytes else "the first step makes it, if the class keeps any"
         rows.append(("optimizer state", self.state_nbytes, note))
         if self.plan.world_size > 1:
             note = "" if self.reduce_nbytes else "DDP, or your code, sends them"

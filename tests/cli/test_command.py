@@ -65,6 +65,15 @@ def test_ctrl_c_is_clean(after_s: float) -> None:
     assert child.returncode == 130
 
 
+def test_the_benchmark_refuses_an_unknown_contestant_before_it_starts() -> None:
+    code = "import shardstep_command as c; c.main()"
+    command = [sys.executable, "-c", code, "bench", "--local", "--contestants", "ddp,mine"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "no contestant is named mine; there are ddp" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_the_benchmark_runs_on_local_ranks(tmp_path: Path) -> None:
     code = "import shardstep_command as c; c.main()"
