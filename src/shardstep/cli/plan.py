@@ -204,8 +204,7 @@ def _print(result: dict[str, Any]) -> None:
     terminal = Console().is_terminal
     # A model's name is no markup.
     console = Console(width=None if terminal else 140, highlight=False, markup=False, emoji=False)
-    largest = max(row["ddp"]["peak"] for row in result["plans"])
-    unit, size = next(each for each in UNITS if largest >= 10 * each[1] or each is UNITS[-1])
+    unit, size = unit_of(result)
     console.print(
         f"{result['model']}: {result['num_parameters']:,} parameters, "
         f"{result['parameter_bytes'] / size:,.2f} {unit}; {result['optimizer']}, "
@@ -234,6 +233,12 @@ def _print(result: dict[str, Any]) -> None:
         for key, (title, _) in METHODS.items():
             ranks = result["fewest_ranks"][key]
             console.print(f"  {title:<18} {ranks or f'none up to {MAX_RANKS:,}'}")
+
+
+def unit_of(result: dict[str, Any]) -> tuple[str, float]:
+    """Return the unit for all bytes of a result, and its number of bytes."""
+    largest = max(row["ddp"]["peak"] for row in result["plans"])
+    return next(each for each in UNITS if largest >= 10 * each[1] or each is UNITS[-1])
 
 
 def _width(table: Table) -> int:

@@ -6,7 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from shardstep.cli.plan import METHODS
+from shardstep.cli.plan import METHODS, unit_of
 from shardstep.plan import ShardPlan
 
 STYLES = {
@@ -32,7 +32,7 @@ def draw(result: dict[str, Any], plan: ShardPlan, path: Path) -> None:
     figure = Figure(figsize=(11, 2.2 + 1.15 * len(rows) + 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     memory, owners = figure.subplots(2, 1, height_ratios=[1.15 * len(rows) + 1, 3.2])
-    _draw_memory(memory, rows)
+    _draw_memory(memory, rows, *unit_of(result))
     _draw_owners(owners, plan)
     figure.suptitle(
         f"{result['model']}: {result['num_parameters']:,} parameters, {result['optimizer']}, "
@@ -42,7 +42,7 @@ def draw(result: dict[str, Any], plan: ShardPlan, path: Path) -> None:
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
-def _draw_memory(axes: Any, rows: list[dict[str, Any]]) -> None:
+def _draw_memory(axes: Any, rows: list[dict[str, Any]], unit: str, size: float) -> None:
     places, labels = [], []
     for number, row in enumerate(rows):
         for inner, (key, (title, _)) in enumerate(METHODS.items()):
@@ -51,15 +51,15 @@ def _draw_memory(axes: Any, rows: list[dict[str, Any]]) -> None:
             labels.append(f"{row['ranks']:,} ranks   {title}" if inner == 0 else title)
             start = 0.0
             for kind, (color, hatch) in STYLES.items():
-                width = row[key][kind] / 1e9
+                width = row[key][kind] / size
                 style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
                 axes.barh(place, width, left=start, label=kind if place == 0 else None, **style)
                 start += width
             axes.text(start, place, f" {start:,.2f}", va="center", fontsize=7)
     axes.set_yticks(places, labels, fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.1 * max(row[key]["peak"] for row in rows for key in METHODS) / 1e9)
-    axes.set_xlabel("GB on the fullest rank, without activations")
+    axes.set_xlim(0, 1.1 * max(row[key]["peak"] for row in rows for key in METHODS) / size)
+    axes.set_xlabel(f"{unit} on the fullest rank, without activations")
     axes.set_title("Memory per rank", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", fontsize=8, framealpha=1)
