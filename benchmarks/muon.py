@@ -57,7 +57,7 @@ def _of_rank(rank: int, ranks: int) -> MultiClass:
     layouts = Layouts("auto", recipe, ranks, MixedPrecision())
     specs = layouts.apply(groups, describe(groups))
     plan = ShardPlan.make(specs, ranks)
-    shard = ShardedParams(plan, parameters(groups), rank, True, True, {}, None).shard
+    shard = ShardedParams(plan, groups, rank, True, True, {}, None).shard
     for group, numbers in zip(groups, group_ranges(groups), strict=True):
         group["params"] = [tensor for _, tensor in shard.in_group(numbers)]
     mixture = MultiClass(groups, torch.optim.AdamW, **ADAMW)

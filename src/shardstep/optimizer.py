@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
+from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from shardstep.comm import connect, refuse_stray_rank
 from shardstep.comm.consensus import check_same_on_all_ranks
+from shardstep.comm.join import JoinContext
 from shardstep.layouts.choose import Layouts
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.local_optimizer import LocalState
@@ -24,7 +26,6 @@ from shardstep.modes import DropIn, InsideDDP, Mode, ModuleMode, Settings
 from shardstep.modes.base import CONSTRUCTING
 from shardstep.modes.describe import first_lines, report_of
 from shardstep.modes.front import ModeFront
-from shardstep.modes.join import JoinContext
 from shardstep.modes.planner import Planned
 from shardstep.params.inputs import ParamsArgument, check_arguments
 from shardstep.precision import MixedPrecision, resolve
@@ -127,7 +128,9 @@ class ZeroRedundancyOptimizer(ModeFront):
         self.rank = comm.group_rank
         self.global_rank = dist.get_rank() if self.process_group is not None else 0
         self._consolidated: Consolidated | None = None
-        super().__init__()
+        # The local optimizer knows the class and its options, so torch's constructor comes later.
+        self._param_groups: list[dict[str, Any]] = []
+        Joinable.__init__(self)
         join = JoinContext(self)
         if module is not None:
             self.mode: Mode = ModuleMode(
@@ -160,6 +163,16 @@ class ZeroRedundancyOptimizer(ModeFront):
         self.initialized = True
 
     # ------------------------------------------------------------------------ plan and parameters
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups with all parameters. Options may be edited; parameters stay where they are."""
+        return self._param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        # One list for the lifetime: the planner and the local optimizer share it.
+        self._param_groups[:] = groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as for any optimizer, and place them.
@@ -212,7 +225,11 @@ class ZeroRedundancyOptimizer(ModeFront):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, to None or to zero. Called on every rank."""
-        self.mode.zero_grad(set_to_none, super().zero_grad)
+        # Clearing the gradient of a parameter in flight does not wait for it.
+        with torch._C.DisableTorchFunctionSubclass():
+            self.mode.pipeline.gradients.zero(set_to_none)
+            super().zero_grad(set_to_none)
+        self.mode.after_zero_grad()
 
     def clip_grad_norm_(
         self,

@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from shardstep.comm.spans import span
+from shardstep.comm import span
 from shardstep.gather import ParamGather
 from shardstep.gradients import GradientSource
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
-from shardstep.params.sharded_params import Shard, ShardedParams
+from shardstep.params.module import ModuleBuffers
+from shardstep.params.shard import Shard
+from shardstep.params.sharded_params import ShardedParams
 
 T = TypeVar("T")
 Closure = Callable[[], float]
@@ -61,14 +63,14 @@ class Pipeline:
         gradients: where the pieces' gradients come from.
         local: the unmodified optimizer class on the pieces.
         gather: sends updated parameters to all ranks.
-        after_send: sends what else the mode sends with each step.
+        buffers: the module's buffers, sent after each step.
     """
 
     params: ShardedParams
     gradients: GradientSource
     local: LocalOptimizer
     gather: ParamGather
-    after_send: Callable[[], None]
+    buffers: ModuleBuffers
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> float | None:
         """Take one step. Called on every rank."""
@@ -96,10 +98,12 @@ class Pipeline:
         return loss
 
     def _finish(self, error: Exception | None) -> None:
-        """Send the parameters, as they are, and the error of this rank's step."""
+        """Send the parameters and buffers, as they are, and the error of this rank's step."""
         self.gather.share_error(error)
         self.send()
-        self.after_send()
+        # A forward pass has changed them on each rank in its own way. DDP evens them out before the
+        # next one. Here evaluation, which need not run on all ranks, finds the same buffers too.
+        self.buffers.send()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -130,7 +134,12 @@ class Pipeline:
         finally:
             self.local.mark_changed()
             gradients.release()
-            self.params.write_back(self.local.let_go, among)
+            self.write_back(among)
+
+    def write_back(self, among: Collection[int] | None = None) -> None:
+        """Write updated pieces of these parameters, or of all, back to them."""
+        if self.params.shard.write_back(self.local.let_go, among):
+            self.params.attach()
 
     def end(self) -> None:
         """Free what only the step needed, and show the options that the optimizer has changed."""
@@ -175,7 +184,7 @@ class _OneEvaluation:
                 "step, which a sharded optimizer cannot do; use it unsharded"
             )
         if self._evaluations > 1:
-            pipeline.params.write_back(pipeline.local.let_go)  # the model reads the parameters
+            pipeline.write_back()  # the model reads the parameters
         self.running = True
         loss = self._closure()
         pipeline.gradients.collect()

@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.comm import Comm
-from shardstep.modes.lockstep import Lockstep
+from shardstep.gradients.lockstep import Lockstep
 
 STEPS = 3
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.comm import GroupComm, Operation, SoloComm, all_gather_json, connect, group
-from shardstep.comm.broadcast import PACK_NBYTES, broadcast
+from shardstep.comm.api import PACK_NBYTES, broadcast
 
 
 def test_one_rank_without_a_group_has_everything_already() -> None:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step_interleaved
 from shardstep.comm.gloo import ERROR_NBYTES
-from shardstep.modes.lockstep import Lockstep
+from shardstep.gradients.lockstep import Lockstep
 
 
 class Lookup(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.comm import Operation, all_gather_json, connect
-from shardstep.comm.broadcast import broadcast
+from shardstep.comm.api import broadcast
 
 pytestmark = [
     pytest.mark.gpu,

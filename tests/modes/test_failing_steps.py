@@ -20,8 +20,8 @@ from torch import nn
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.comm import Work
 from shardstep.comm.api import NOTHING_TO_DO
-from shardstep.gradients.used import OutOfStepError
-from shardstep.modes import lockstep
+from shardstep.gradients import lockstep
+from shardstep.gradients.lockstep import OutOfStepError
 
 KIND = (Failing, {"lr": 0.1})
 

@@ -21,9 +21,8 @@ from scenarios import ALL, APART, MODULE, sharded
 from torch import Tensor, nn
 from traffic import counted
 
-from shardstep.gradients.used import OutOfStepError
-from shardstep.modes import lockstep
-from shardstep.modes.lockstep import Lockstep
+from shardstep.gradients import lockstep
+from shardstep.gradients.lockstep import Lockstep, OutOfStepError
 
 EDITS: dict[str, tuple[Callable[[list[Any]], object], str]] = {
     "remove a parameter": (lambda groups: groups[0]["params"].pop(), "'.*' is no longer in it"),
@@ -208,10 +207,11 @@ def test_an_accelerator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     """Its notes are compared when the next ones are read."""
     opt = sharded("drop-in", MLP_PROBLEM.fresh()).opt
     lockstep: Lockstep = opt.mode.lockstep
-    rows = torch.frombuffer(bytearray(lockstep.write() + lockstep.write()), dtype=torch.uint8)
+    notes = bytearray().join(lockstep.write(opt.mode.pipeline.params) for _ in range(2))
+    rows = torch.frombuffer(notes, dtype=torch.uint8)
     compared: list[Any] = []
-    monkeypatch.setattr(lockstep, "_compare", compared.append)
-    lockstep.read(rows.view(2, -1))
+    monkeypatch.setattr(lockstep, "_compare", lambda comm, notes: compared.append(notes))
+    lockstep.read(opt.mode.comm, rows.view(2, -1))
     assert [note[-2] for note in compared[0]] == [1, 2]
 
 

@@ -27,8 +27,8 @@ from traffic import counted
 
 from demo.gpt import GPT, GPT_17M, GPTConfig
 from shardstep import ZeroRedundancyOptimizer
+from shardstep.gradients.lockstep import Lockstep
 from shardstep.gradients.unsynchronised import STEPS
-from shardstep.modes.lockstep import Lockstep
 from shardstep.plan import share
 
 # -------------------------------------------------------------------------------- subgroups

@@ -18,7 +18,7 @@ from traffic import counted
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
-from shardstep.modes.lockstep import Lockstep
+from shardstep.gradients.lockstep import Lockstep
 
 
 def adamw(model: nn.Module) -> ZeroRedundancyOptimizer:

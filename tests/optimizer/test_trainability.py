@@ -29,8 +29,8 @@ from torch import nn, optim
 from traffic import counted
 
 from shardstep import ZeroRedundancyOptimizer
+from shardstep.gradients.lockstep import Lockstep
 from shardstep.gradients.unsynchronised import STEPS
-from shardstep.modes.lockstep import Lockstep
 from shardstep.plan import share
 
 SHAPES = [(53, 17), (7,), (131, 67), (), (64,), (0,), (1009,), (40, 33)]

@@ -26,7 +26,7 @@ from torch import nn, optim
 from torch.distributed.algorithms.join import Join
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.params.masters import CHUNK
+from shardstep.params.shard import CHUNK
 
 
 @on_ranks(1, 2)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from problems import copies
 
+from shardstep.params.flat import flat, is_dense
 from shardstep.params.inputs import describe
-from shardstep.params.storage import BucketViews, OwnStorage, ParamStorage, flat, is_dense
+from shardstep.params.sharded_params import BucketViews, OwnStorage, ParamStorage
 from shardstep.plan import ShardPlan
 
 HOMES = [OwnStorage, BucketViews]

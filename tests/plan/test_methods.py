@@ -19,7 +19,7 @@ from traffic import counted
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.layouts.state_size import slice_state, tensor_nbytes, tensor_state
-from shardstep.params.storage import OwnStorage
+from shardstep.params.sharded_params import OwnStorage
 from shardstep.plan import ParamSpec, StateSize, pool_sizes, shares
 from shardstep.plan.methods import Job, block_of, fewest_ranks
 from shardstep.plan.models import MODELS, model

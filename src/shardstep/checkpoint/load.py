@@ -26,12 +26,11 @@ from shardstep.checkpoint.format import SavedOptimizer, SavedParam, Stored, mast
 from shardstep.checkpoint.inputs import check_model, comm_of, unwrapped_optimizer
 from shardstep.checkpoint.match import Match
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.comm import Comm, Operation
-from shardstep.comm.broadcast import broadcast
+from shardstep.comm import Comm, Operation, broadcast
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import CLASS_KEY, MultiClass, parts_of
+from shardstep.params.flat import flat
 from shardstep.params.groups import group_ranges
-from shardstep.params.storage import flat
 from shardstep.plan import Interval, ParamSpec, boxes
 from shardstep.state.torch_dict import install, warn_of_missing_state
 from shardstep.state.tree import Leaf, wrappers

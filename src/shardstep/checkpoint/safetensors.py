@@ -32,7 +32,7 @@ from shardstep.checkpoint.files import (
     require,
     writing,
 )
-from shardstep.params.storage import flat
+from shardstep.params.flat import flat
 from shardstep.plan import Box, Interval, boxes, contiguous
 from shardstep.state.tree import is_counts, is_sizes
 

@@ -8,9 +8,8 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from shardstep.comm import Comm, Work
-from shardstep.comm.spans import span
-from shardstep.params.storage import GatherMessage, ParamStorage
+from shardstep.comm import Comm, Work, span
+from shardstep.params.sharded_params import GatherMessage, ParamStorage
 
 
 class ParamGather(Protocol):

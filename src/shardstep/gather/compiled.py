@@ -11,12 +11,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from shardstep.gather.in_flight import Flights, wait_if_in_flight
+if TYPE_CHECKING:
+    from shardstep.gather.overlapped import Flights
 
 CALL = "_compiled_call_impl"
 """The attribute of a module that `Module.compile()` sets to its compiled call."""
@@ -45,8 +45,7 @@ class CompiledPart:
         """Wait for the parameters of the module and those among its arguments, and call it."""
         for number in self._buckets:
             self._flights.wait_for(number)
-        for leaf in tree_leaves((args, kwargs)):
-            wait_if_in_flight(leaf)
+        self._flights.wait_in((args, kwargs))
         _calls.number += 1
         try:
             return self._compiled(*args, **kwargs)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from shardstep.params.storage import flat
+from shardstep.params.flat import flat
 from shardstep.plan import Piece
 
 
@@ -65,16 +64,3 @@ def piece_gradient(
         return None
     part = grad if piece.entire else flat(grad, stride)[piece.param_interval.slice]
     return part.to(dtype)
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> bool:
-    """Call `callback` at the end of the running backward pass.
-
-    Returns:
-        False if there is no such pass; `callback` is not called then.
-    """
-    try:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
-    except RuntimeError:
-        return False
-    return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from shardstep.gradients.sharded_grad import ShardedGrad
-from shardstep.params.module_hook import remove_hooks, when_freed
+from shardstep.params.module import remove_hooks, when_freed
 
 
 class Taken(NamedTuple):
@@ -125,8 +125,8 @@ class Feeder:
         """Return this rank's gradients to be sent, and forget them here."""
         raise NotImplementedError
 
-    def before_collect(self, in_round: bool) -> None:
-        """Note that the gradients are about to be collected."""
+    def before_end(self) -> None:
+        """Note that a round is about to be ended, and not by its backward pass."""
 
     def hold_back(self, param: int) -> None:
         """Note that a gradient has come that is not to be sent yet."""
@@ -286,11 +286,10 @@ class DDPFeeder(Feeder):
         return Taken(grads, set(), params, [self._places.pop(index, None) for index in params])
 
     @override
-    def before_collect(self, in_round: bool) -> None:
+    def before_end(self) -> None:
         # Not earlier: DDP writes its own share to `param.grad` at the end of backward.
-        if in_round:
-            for index in self._trained:
-                self._params[index].grad = self._placeholders[index]
+        for index in self._trained:
+            self._params[index].grad = self._placeholders[index]
 
     @override
     def pause(self) -> None:
@@ -363,7 +362,3 @@ def refuse_watched(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def _watched() -> set[int]:
     return {id(param) for feeder in _attached for param in feeder.watched}
-
-
-Announce = Callable[[str, Callable[[], list[Any]]], None]
-"""Tells joined ranks what to shadow; the arguments are made only if there may be such ranks."""

@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 from typing_extensions import override
 
-from shardstep.comm import Comm, Operation, Work
-from shardstep.comm.spans import span
+from shardstep.comm import Comm, Operation, Work, span
 from shardstep.gradients.feeders import Taken
+from shardstep.params.flat import flat
 from shardstep.params.sharded_params import ShardedParams
-from shardstep.params.storage import flat
 from shardstep.plan import (
     POOL,
     Bucket,

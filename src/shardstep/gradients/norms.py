@@ -21,7 +21,7 @@ from typing_extensions import override
 from shardstep.comm import Comm, Operation
 from shardstep.gradients.base import GradientSource
 from shardstep.gradients.clip import clip_norm, unscale
-from shardstep.gradients.feeders import Announce, Feeder
+from shardstep.gradients.feeders import Feeder
 from shardstep.gradients.lanes import Lanes
 
 CHANGES: dict[str, Callable[..., object]] = {
@@ -41,16 +41,19 @@ class ShardNorms(GradientSource):
     lanes: Lanes
     _comm: Comm
     _feeder: Feeder
-    _announce: Announce
     _pieces: Sequence[tuple[int, torch.Tensor]]
     _norms: dict[float, torch.Tensor]
     """By order: a row per rank and a column per parameter that trains; -1 for no gradient."""
+
+    def announce(self, kind: str, arguments: Callable[[], list[Any]] = list) -> None:
+        """Under `Join`, tell joined ranks what to shadow. Called on every rank that has data."""
+        raise NotImplementedError
 
     def norms(self, params: Sequence[int], norm_type: float) -> list[torch.Tensor]:
         """Return the norms of these gradients. Called on every rank."""
         self.collect()
         if norm_type not in self._norms:
-            self._announce("norms", lambda: [norm_type])
+            self.announce("norms", lambda: [norm_type])
             self.shadow_norms(norm_type)
         parts = self._norms[norm_type].clamp_min(0)
         # A norm that one rank has is taken as it is: the norm of it alone could underflow.
@@ -91,7 +94,7 @@ class ShardNorms(GradientSource):
         """Change these gradients by an operation of `CHANGES`. Called on every rank."""
         self._feeder.check_change()
         self.collect()
-        self._announce("change", lambda: [operation, list(params), float(number)])
+        self.announce("change", lambda: [operation, list(params), float(number)])
         self.shadow_change(operation, params, number)
 
     def shadow_change(self, operation: str, params: Sequence[int], number: Any) -> None:
@@ -117,7 +120,7 @@ class ShardNorms(GradientSource):
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
     ) -> torch.Tensor:
         self.collect()
-        self._announce("clip", lambda: [max_norm, norm_type, error_if_nonfinite, foreach])
+        self.announce("clip", lambda: [max_norm, norm_type, error_if_nonfinite, foreach])
         return self.shadow_clip(max_norm, norm_type, error_if_nonfinite, foreach)
 
     def unscale(
@@ -125,7 +128,7 @@ class ShardNorms(GradientSource):
     ) -> None:
         """Unscale these gradients, with one verdict on all ranks. Called on every rank."""
         self.collect()
-        self._announce("unscale", lambda: [list(params), inv_scale.item()])
+        self.announce("unscale", lambda: [list(params), inv_scale.item()])
         unscale(self._comm, self._to_change(params), found_inf, inv_scale)
 
     def shadow_clip(

@@ -14,23 +14,23 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import takewhile
 from types import NoneType
+from typing import Any
 
 import torch
 from typing_extensions import override
 
-from shardstep.comm import Comm
-from shardstep.comm.spans import span
-from shardstep.gradients.base import at_end_of_backward
-from shardstep.gradients.feeders import Announce, Feeder
+from shardstep.comm import Comm, span
+from shardstep.comm.join import JoinContext
+from shardstep.gradients.feeders import Feeder
 from shardstep.gradients.lanes import lanes
+from shardstep.gradients.lockstep import Lockstep, UsedParams
 from shardstep.gradients.norms import ShardNorms
 from shardstep.gradients.sharded_grad import ShardedGrad
-from shardstep.gradients.used import Notes, OutOfStepError, UsedParams
 from shardstep.params.sharded_params import ShardedParams
 from shardstep.precision import MixedPrecision
 
@@ -64,8 +64,8 @@ class GradReducer(ShardNorms):
         feeder: where the local gradients come from.
         precision: the dtypes in which gradients travel and are stepped on.
         overlap: whether buckets leave during backward, or all at its end.
-        announce: called before collectives that joined ranks have to shadow.
-        notes: the position of this rank, which travels with each round.
+        join: tells joined ranks what to shadow; None if DDP does.
+        lockstep: the position of this rank, which travels with each round.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class GradReducer(ShardNorms):
         feeder: Feeder,
         precision: MixedPrecision,
         overlap: bool,
-        announce: Announce,
-        notes: Notes,
+        join: JoinContext | None,
+        lockstep: Lockstep,
     ) -> None:
         self._comm = comm
         self._plan = plan = params.plan
         self._pieces = [(piece.param, tensor) for piece, tensor in params.shard]
         self._feeder = feeder
         self._overlap = overlap
-        self._announce = announce
-        self._notes = notes
+        self._join = join
+        self._lockstep = lockstep
         self._lock = threading.RLock()
         self.params = params.params
         self.trained: Sequence[int] = [
@@ -100,8 +100,7 @@ class GradReducer(ShardNorms):
         }
         self.lanes = lanes(comm, params, precision)
         self._order = list(self.lanes)
-        device = self.params[self.trained[0]].device if self.trained else torch.device("cpu")
-        self._used = UsedParams(comm, self.trained, device, notes)
+        self._used = UsedParams(comm, params, self.trained, lockstep)
         self._phase = Phase.OWED
         self._round: _Round | None = None
         # Whether a round has ended since the last step.
@@ -129,25 +128,22 @@ class GradReducer(ShardNorms):
             current = self._round
             if current is None:
                 self._feeder.grad_types()  # raises if one is wrong
-                self._announce("round", list)
+                self.announce("round")
                 current = self._begin_round()
             lane = self.lanes.number_of[param]
             missing = current.missing[lane]
             if param in missing and final:
                 missing.remove(param)
                 if not missing and self._overlap and self._is_next():
-                    self._launch_complete(current)
+                    waiting = current.missing
+                    while current.launched < len(waiting) and not waiting[current.launched]:
+                        self._launch(current)
             elif lane < current.launched:
                 raise RuntimeError(
                     f"the gradient of parameter {self._plan.specs[param].name!r} came twice in "
                     "one backward pass, the second time after it was sent; if the model uses "
                     "activation checkpointing, pass use_reentrant=False"
                 )
-
-    def _launch_complete(self, current: _Round) -> None:
-        """Launch the next buckets, up to the first that waits for a gradient."""
-        while current.launched < len(self._order) and not current.missing[current.launched]:
-            self._launch(current)
 
     def _is_next(self) -> bool:
         """Return whether the reducers that this backward pass reached before have sent all.
@@ -210,14 +206,15 @@ class GradReducer(ShardNorms):
         if self._in_backward and self._round is None:
             self._begin_round()
         if self._round is not None:
+            self._feeder.before_end()
             self._finish_round(self._round)
         self._leave_backward()
 
     def _begin_round(self) -> _Round:
         self.lanes.wait()
         self._norms.clear()
-        self._notes.kept = len(self._feeder.kept())
-        if self._notes.kept:
+        self._lockstep.kept = len(self._feeder.kept())
+        if self._lockstep.kept:
             self._used.fold()
         else:
             self._forget_all()
@@ -272,13 +269,12 @@ class GradReducer(ShardNorms):
         part in a round now. So does one on which the user replaced `param.grad`: what is there
         counts, as for any optimizer.
         """
-        self._feeder.before_collect(self._round is not None)
         self._finish_interrupted()
         types = self._feeder.grad_types()
         replaced = not types <= {ShardedGrad, NoneType}
         if replaced or self._phase is not Phase.COLLECTED:
             if self._phase is Phase.OWED or replaced or not types - {NoneType}:
-                self._announce("round", list)
+                self.announce("round")
                 self.shadow_round()
                 types = self._feeder.grad_types()
             self.lanes.wait()
@@ -305,6 +301,8 @@ class GradReducer(ShardNorms):
 
         The rest of such a round is sent all the same: other ranks may have finished it.
         """
+        if not set_to_none:
+            self.announce("zero")
         with self._lock:
             if not set_to_none:
                 self._feeder.check_zeroing()
@@ -321,12 +319,16 @@ class GradReducer(ShardNorms):
         with self._lock:
             if self._round is not None and self._round.told:
                 self._finish_round(self._round)
-            self._refuse_recovery()
+            if self._round is None and self._fresh and self._used.agrees():
+                raise RuntimeError(
+                    "every rank has finished this backward pass, so the others take its step; call "
+                    "step() here too, or zero_grad() if all ranks skip the batch"
+                )
             first = self._round.launched if self._round is not None else 0
             self._round = None
             self._leave_backward()
             works = []
-            for _ in self._notes.even_out():
+            for _ in self._lockstep.even_out(self._comm):
                 works += self.lanes.launch_zeros(first)
                 self._used.tell(given_up=True)
                 first = 0
@@ -335,18 +337,6 @@ class GradReducer(ShardNorms):
             self.lanes.wait()
             self._used.drop()
             self._drop()
-
-    def _refuse_recovery(self) -> None:
-        """Raise if every rank has finished its backward pass: others are about to step."""
-        if self._round is None and self._fresh:
-            try:
-                self._used.compare()
-            except OutOfStepError:
-                return
-            raise RuntimeError(
-                "every rank has finished this backward pass, so the others take its step; call "
-                "step() here too, or zero_grad() if all ranks skip the batch"
-            )
 
     def zero_some(self, params: Sequence[int]) -> None:
         """Set the gradients of these parameters to zero, on this rank's pieces of them."""
@@ -393,6 +383,12 @@ class GradReducer(ShardNorms):
 
     # ------------------------------------------------- joined ranks shadow those that have data
 
+    @override
+    def announce(self, kind: str, arguments: Callable[[], list[Any]] = list) -> None:
+        if self._join is not None and self._join.enabled and not self._join.shadowing:
+            # Clearing gradients is not announced; all ranks act on those that were not cleared.
+            self._join.announce(self._comm, [kind, self.kept(), arguments()])
+
     def shadow_round(self) -> None:
         """Take part in a round with whatever gradients there are. Called on every rank."""
         self._finish_round(self._begin_round())
@@ -409,3 +405,16 @@ class GradReducer(ShardNorms):
 
 _reached: weakref.WeakKeyDictionary[GradReducer, None] = weakref.WeakKeyDictionary()
 """Reducers of the models in the current backward pass, in the order in which it reached them."""
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> bool:
+    """Call `callback` at the end of the running backward pass.
+
+    Returns:
+        False if there is no such pass; `callback` is not called then.
+    """
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    except RuntimeError:
+        return False
+    return True

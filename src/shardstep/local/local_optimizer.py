@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
-from operator import is_
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -17,15 +15,15 @@ from torch.utils._pytree import tree_map
 from shardstep.local.empty_groups import empty_param, fill_empty_groups
 from shardstep.local.multi_class import (
     CLASS_KEY,
+    NO_OPTIONS,
     PER_PARAMETER,
     MultiClass,
-    group_options,
     optimizer_name,
     parts_of,
 )
 from shardstep.local.sandbox import sandbox
 from shardstep.local.train_eval import set_mode, start_training
-from shardstep.params.groups import describe_edit, group_ranges
+from shardstep.params.groups import group_ranges
 from shardstep.params.inputs import check_optimizer
 from shardstep.params.same_bits import is_plain
 from shardstep.params.sharded_params import ShardedParams
@@ -39,26 +37,25 @@ Held = Mapping[int, torch.Tensor]
 class LocalOptimizer:
     """An unmodified optimizer class, `optim`, on the pieces of one rank.
 
-    `exposed` are the groups that the user sees, with all parameters; they are kept and written to.
-    `groups_to_fill` returns the groups that get a placeholder where they are empty. `step_dtype`
-    returns the dtype of a piece, given its parameter's number and dtype.
+    The groups that the user sees, those of `params`, are kept and written to. `groups_to_fill`
+    returns the groups that get a placeholder where they are empty. `step_dtype` returns the dtype
+    of a piece, given its parameter's number and dtype.
     """
 
     def __init__(
         self,
-        exposed: Groups,
         params: ShardedParams,
         make: Callable[[Groups], Optimizer],
         groups_to_fill: Callable[[], Sequence[int]],
         step_dtype: Callable[[int, torch.dtype], torch.dtype],
     ) -> None:
-        self._exposed = exposed
-        self._take(params)
+        self._exposed = params.groups
+        self._params, self._shard = params, params.shard
         self._make = make
         self._groups_to_fill = groups_to_fill
         self._step_dtype = step_dtype
         self.optim = make(self._groups(self._held()))
-        check_optimizer(self.optim, len(exposed))
+        check_optimizer(self.optim, len(self._exposed))
         self._stepped = False
         # True until a step was taken or state was loaded: the state is the constructor's.
         self.fresh = True
@@ -90,10 +87,6 @@ class LocalOptimizer:
         ranges = group_ranges(self._exposed)
         held = [{indices.start: _copy(some)} if indices else {} for indices in ranges]
         return bool(self._twin(held, lambda twin: None).state)
-
-    def _take(self, params: ShardedParams) -> None:
-        self._params, self._shard = params, params.shard
-        self._lengths = [len(group["params"]) for group in self._exposed]
 
     def _held(self) -> list[Held]:
         """Return this rank's pieces of each group."""
@@ -164,18 +157,9 @@ class LocalOptimizer:
         if isinstance(state, dict):
             state.update(tree_map(moved, dict(state)))
 
-    def hand_edit(self) -> str | None:
-        """Return an error if the user has changed which parameters the exposed groups have."""
-        lists = [group.get("params", ()) for group in self._exposed]
-        params, specs = self._params.params, self._params.plan.specs
-        same = all(map(is_, chain.from_iterable(lists), params))
-        if same and [*map(len, lists)] == self._lengths:
-            return None
-        return describe_edit(lists, self._lengths, params, [spec.name for spec in specs])
-
     def refuse_hand_edit(self) -> None:
-        """Raise a `ValueError` if there is such an error."""
-        if (edit := self.hand_edit()) is not None:
+        """Raise a `ValueError` if the user has changed which parameters the groups have."""
+        if (edit := self._params.hand_edit()) is not None:
             raise ValueError(edit)
 
     def push_options(self) -> None:
@@ -187,10 +171,9 @@ class LocalOptimizer:
         self.refuse_hand_edit()
         # After `add_param_group` there may be more groups here than there.
         for exposed, local in zip(self._exposed, self.optim.param_groups, strict=False):
-            options = group_options(exposed)
-            for key in group_options(local).keys() - options.keys():
+            for key in local.keys() - exposed.keys() - NO_OPTIONS:
                 del local[key]
-            local.update(options)
+            local.update({key: exposed[key] for key in exposed if key not in NO_OPTIONS})
 
     def publish_options(self) -> None:
         """Copy options from the optimizer to the exposed groups, in the optimizer's order."""
@@ -219,7 +202,7 @@ class LocalOptimizer:
 
     def adopt(self, params: ShardedParams, states: Mapping[int, Any]) -> None:
         """Step on other pieces from now on, with their state and with groups that were added."""
-        self._take(params)
+        self._params, self._shard = params, params.shard
         self.push_options()
         self.version += 1
         self.optim.state = defaultdict(dict, self.global_state())

@@ -19,6 +19,9 @@ CLASS_KEY = "optimizer_class"
 """The key of a group's class. Once the optimizer is constructed, its value is the full name."""
 
 PER_PARAMETER = frozenset({"params", "param_names"})
+"""The keys of a group that hold something for each parameter."""
+
+NO_OPTIONS = PER_PARAMETER | {CLASS_KEY}
 """The keys of a group that are not options."""
 
 Group = dict[str, Any]
@@ -36,7 +39,7 @@ def full_name(optimizer_class: Any) -> str:
 
 def group_options(group: Mapping[str, Any]) -> Group:
     """Return the options of a group."""
-    return {k: v for k, v in group.items() if k not in PER_PARAMETER and k != CLASS_KEY}
+    return {key: group[key] for key in group if key not in NO_OPTIONS}
 
 
 def split_options(optimizer_class: Make, group: Mapping[str, Any]) -> tuple[Group, Group]:

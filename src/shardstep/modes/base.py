@@ -13,16 +13,16 @@ from typing_extensions import override
 
 from shardstep.comm import Comm
 from shardstep.comm.consensus import check_same_on_all_ranks, run_on_all_ranks
+from shardstep.comm.join import JoinContext
 from shardstep.gather import ImmediateGather, ParamGather
 from shardstep.gradients import FullGradients, GradientSource
+from shardstep.gradients.lockstep import Lockstep, OutOfStepError
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
 from shardstep.modes.frozen import FrozenPieces
-from shardstep.modes.join import JoinContext
-from shardstep.modes.lockstep import Lockstep
 from shardstep.modes.planner import Planned, Planner, Settings
 from shardstep.params.inputs import describe_options, parameters
-from shardstep.params.module_watch import ModuleWatch
+from shardstep.params.module import ModuleBuffers, ModuleWatch
 from shardstep.params.names import names_in, unwrapped
 from shardstep.params.sharded_params import ShardedParams
 from shardstep.pipeline import Closure, HiddenGradients, Pipeline
@@ -51,6 +51,8 @@ class Mode(ShardView):
         known_module: the module that the parameters are known to belong to, outside of wrappers.
         groups: the parameter groups that the user sees.
         lockstep: compares the ranks' positions and options.
+        watch: sees parameters that are put into the known module.
+        buffers: the buffers that are sent with each step.
     """
 
     groups: list[dict[str, Any]]
@@ -75,10 +77,11 @@ class Mode(ShardView):
         self.comm = comm
         self.gather_comm = comm
         self.known_module = None if module is None else unwrapped(module)
-        self.watch: ModuleWatch | None = None
+        self.watch = ModuleWatch(None)
+        self.buffers = ModuleBuffers(comm, join, None)
         self.join = join
         self.begun: set[int] = set()
-        self.lockstep = Lockstep(self)
+        self.lockstep = Lockstep(join)
 
     # ------------------------------------------------------------------------------ construction
 
@@ -105,8 +108,7 @@ class Mode(ShardView):
         self.pipeline = self._build(params, local)
         local.publish_options()
         self.attach()
-        if self.known_module is not None:
-            self.watch = ModuleWatch(self.known_module)
+        self.watch = ModuleWatch(self.known_module)
 
     def check(self) -> None:
         """Raise if the parameters do not suit this mode."""
@@ -123,11 +125,6 @@ class Mode(ShardView):
     @override
     def names_are_of_module(self) -> bool:
         return self.known_module is not None
-
-    def check_replaced(self) -> None:
-        """Raise if the module was given a parameter that would never be stepped."""
-        if self.watch is not None:
-            self.watch.check(self.pipeline.params.params)
 
     def synchronise_start(self) -> None:
         """Give all ranks the same starting values, if this mode does. Called on every rank."""
@@ -154,7 +151,7 @@ class Mode(ShardView):
             self._warn = not warn_of_16_bits(params.plan.specs, optimizer_name(local.optim))
         params.attach()
         gather = self.make_gather(params)
-        return Pipeline(params, self.make_gradients(params), local, gather, self.after_step)
+        return Pipeline(params, self.make_gradients(params), local, gather, self.buffers)
 
     def follow(self, stepping: bool = False) -> None:
         """Adapt to what was done to the parameters since the last step. Called on every rank.
@@ -168,7 +165,7 @@ class Mode(ShardView):
         if params.unchanged():
             return
         self.pipeline.gather.wait()
-        if self.local.hand_edit() is not None:
+        if params.hand_edit() is not None:
             self.replan(FOLLOWING, self.planner.plan)  # raises on every rank
         specs = self.planner.specs()
         if self.pipeline.gradients.has_gradients():
@@ -288,18 +285,26 @@ class Mode(ShardView):
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> float | None:
         """Take one step. Called on every rank."""
-        with self.lockstep.stepping():
+        try:
             if closure is not None:
                 closure = evaluated(closure)
-            if not self.join.shadowing:
-                self.before_step()
-            self.meet()
+            self.before_step()
             self.follow(stepping=True)
             return self.pipeline.step(closure, **kwargs)
+        except OutOfStepError:
+            raise
+        except BaseException:
+            self.lockstep.raised += 1
+            raise
+        finally:
+            self.lockstep.steps += 1
 
-    def meet(self) -> None:
-        """Check that all ranks are at the same step with the same options. Called on every rank."""
-        self.lockstep.meet()
+    def before_step(self) -> None:
+        """Check that all ranks are at the same step with the same options. Called on every rank.
+
+        Ranks that have data let joined ranks take part.
+        """
+        raise NotImplementedError
 
     def recover(self) -> None:
         """Give up the batch that failed on a rank. Called on every rank."""
@@ -307,12 +312,6 @@ class Mode(ShardView):
             "recover() needs module=: without it, DDP or your code reduces the gradients, and this "
             "optimizer cannot give such a reduction up"
         )
-
-    def before_step(self) -> None:
-        """Let joined ranks take part in the step. Called on every rank that has data."""
-
-    def after_step(self) -> None:
-        """Send what else belongs to the step in this mode. Called on every rank."""
 
     def shadow(self, step: Callable[[], object], zero_grad: Callable[[bool], object]) -> None:
         """Do what the ranks that have data are doing. Called on every joined rank."""
@@ -349,12 +348,8 @@ class Mode(ShardView):
             pipeline.send([index for index, trains in enumerate(trainable) if trains])
             frozen.send_changed()
 
-    def zero_grad(self, set_to_none: bool, clear: Callable[[bool], None]) -> None:
-        """Clear the gradients."""
-        # Clearing the gradient of a parameter in flight does not wait for it.
-        with torch._C.DisableTorchFunctionSubclass():
-            self.pipeline.gradients.zero(set_to_none)
-            clear(set_to_none)
+    def after_zero_grad(self) -> None:
+        """Adapt to parameters that are frozen now and had a gradient, if this mode does."""
 
     def ready_gradients(self) -> GradientSource:
         """Return the gradient source, to read or change gradients. Called on every rank."""

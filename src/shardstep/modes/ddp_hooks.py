@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardstep.modes.base import Mode
 from shardstep.modes.inside_ddp import BucketStepper, InsideDDP
 from shardstep.params.inputs import parameters
-from shardstep.params.module_hook import UncopiedHook, remove_hooks
+from shardstep.params.module import UncopiedHook, remove_hooks
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer

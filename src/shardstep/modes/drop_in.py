@@ -8,9 +8,10 @@ import torch
 from typing_extensions import override
 
 from shardstep.comm import Comm
+from shardstep.comm.join import JoinContext
 from shardstep.gradients.unsynchronised import SynchronisedCheck
 from shardstep.modes.base import Mode
-from shardstep.modes.join import JoinContext, keep_gradients, provide_gradients
+from shardstep.modes.join import keep_gradients, provide_gradients
 
 
 class DropIn(Mode):
@@ -32,13 +33,15 @@ class DropIn(Mode):
 
     @override
     def before_step(self) -> None:
-        self.check_replaced()
-        self.join.notify()
-        if self.join.enabled:
-            provide_gradients(self.comm, self.plan, self.groups, joined=False)
-        else:
+        if not self.join.shadowing:
             params = self.pipeline.params
-            self._synchronised.check(params.plan.specs, params.params)
+            self.watch.check(params.params)
+            self.join.notify()
+            if self.join.enabled:
+                provide_gradients(self.comm, self.plan, self.groups, joined=False)
+            else:
+                self._synchronised.check(params.plan.specs, params.params)
+        self.lockstep.meet(self.comm, self.pipeline.params)
 
     @override
     def shadow(self, step: Callable[[], object], zero_grad: Callable[[bool], object]) -> None:

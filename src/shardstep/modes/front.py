@@ -1,4 +1,4 @@
-"""The part of the optimizer that shows its mode: groups, plan, whole tensors, uneven inputs."""
+"""The part of the optimizer that shows its mode: plan, whole tensors, uneven inputs."""
 
 from __future__ import annotations
 
@@ -29,11 +29,6 @@ class ModeFront(Optimizer, Joinable):
     mode: Mode
     process_group: dist.ProcessGroup | None
 
-    def __init__(self) -> None:
-        # The local optimizer knows the class and its options, so torch's constructor comes later.
-        self._param_groups: list[dict[str, Any]] = []
-        Joinable.__init__(self)
-
     @property
     def optim(self) -> Optimizer:
         """The local optimizer, on this rank's pieces."""
@@ -48,16 +43,6 @@ class ModeFront(Optimizer, Joinable):
     def shards(self) -> ShardView:
         """This rank's share of the state, as checkpoints see it."""
         return self.mode
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups with all parameters. Options may be edited; parameters stay where they are."""
-        return self._param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        # One list for the lifetime: the planner and the local optimizer share it.
-        self._param_groups[:] = groups
 
     def full_grad(self, parameter: torch.Tensor | str) -> torch.Tensor | None:
         """Return the whole gradient of a parameter, or None. Called on every rank."""

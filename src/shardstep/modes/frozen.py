@@ -7,9 +7,9 @@ import torch
 from shardstep.comm import Comm
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.params.dtensor import local_part
+from shardstep.params.flat import flat
 from shardstep.params.same_bits import same_bits
 from shardstep.params.sharded_params import ShardedParams
-from shardstep.params.storage import flat
 from shardstep.plan import Piece
 from shardstep.state.state_dict import gather_whole
 

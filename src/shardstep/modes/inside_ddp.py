@@ -15,14 +15,16 @@ from typing_extensions import override
 
 from shardstep.comm import Comm, all_gather_json
 from shardstep.comm.consensus import run_on_all_ranks
+from shardstep.comm.join import JoinContext
 from shardstep.gather import OverlappedGather, ParamGather
 from shardstep.gradients import DDPFeeder, GradientSource, GradReducer
-from shardstep.gradients.base import at_end_of_backward, piece_gradient
+from shardstep.gradients.base import piece_gradient
+from shardstep.gradients.reducer import at_end_of_backward
 from shardstep.local.multi_class import optimizer_name, parts_of
 from shardstep.modes.base import Mode
-from shardstep.modes.join import JoinContext, keep_gradients, provide_gradients, share_options
+from shardstep.modes.join import keep_gradients, provide_gradients, share_options
 from shardstep.params.inputs import describe, describe_options
-from shardstep.params.module_watch import ModuleWatch
+from shardstep.params.module import ModuleWatch
 from shardstep.params.names import unwrapped
 from shardstep.params.sharded_params import ShardedParams
 from shardstep.pipeline import Closure
@@ -78,7 +80,7 @@ class InsideDDP(Mode):
             self._feeder,
             self.precision,
             True,
-            lambda kind, arguments: None,
+            None,
             self.lockstep,
         )
 
@@ -112,22 +114,20 @@ class InsideDDP(Mode):
         self._step_owed = not at_end_of_backward(queue_behind_ddp)
 
     def _step_now(self) -> None:
-        self.check_replaced()
+        self.watch.check(self.params)
         self._stepped_in_backward = True
         super().step()
 
     @override
     def before_step(self) -> None:
-        self.join.notify()
-        if self.join.enabled:
-            self._provide(joined=False)
-
-    @override
-    def meet(self) -> None:
+        if not self.join.shadowing:
+            self.join.notify()
+            if self.join.enabled:
+                self._provide(joined=False)
         if self.reduces_gradients:
             self.pipeline.gradients.collect()  # notes travel with every round
         else:
-            super().meet()
+            self.lockstep.meet(self.comm, self.pipeline.params)
 
     def _provide(self, joined: bool) -> None:
         """Send joined ranks the options of the groups, and gradients unless they are reduced."""
@@ -209,12 +209,13 @@ class InsideDDP(Mode):
         self._stepped_in_backward = True
         check()
         # Not earlier: ranks find their first bucket reduced at different times.
-        self.meet()
+        self.lockstep.meet(self.comm, self.pipeline.params)
 
         def count() -> None:
-            with self.lockstep.stepping():
-                if error is not None:
-                    raise error
+            self.lockstep.steps += 1
+            if error is not None:
+                self.lockstep.raised += 1
+                raise error
 
         # An error that came before DDP's own callback would leave DDP in the middle of backward.
         if not at_end_of_backward(count):

@@ -7,46 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import JoinHook
 
 from shardstep.comm import Comm, all_gather_json
-from shardstep.params.storage import flat
+from shardstep.params.flat import flat
 from shardstep.plan import ShardPlan
-
-
-class JoinContext:
-    """The `Join` context that an optimizer takes part in, if any.
-
-    Attributes:
-        shadowing: whether this rank has run out of data and shadows a step of the others.
-    """
-
-    def __init__(self, joinable: Joinable) -> None:
-        self._joinable = joinable
-        self.shadowing = False
-
-    @property
-    def enabled(self) -> bool:
-        """True while a `Join` context is active."""
-        return bool(self._joinable._join_config.enable)
-
-    @property
-    def is_first(self) -> bool:
-        """True if the optimizer is the first in `Join([...])`."""
-        return bool(self._joinable._join_config.is_first_joinable)
-
-    def notify(self) -> None:
-        """Tell joined ranks that this one still has data. Called on every rank that has."""
-        Join.notify_join_context(self._joinable)
-
-    @contextmanager
-    def shadow(self) -> Iterator[None]:
-        """Mark what is done meanwhile as shadowed."""
-        self.shadowing = True
-        try:
-            yield
-        finally:
-            self.shadowing = False
 
 
 class _ZeROJoinHook(JoinHook):
@@ -66,24 +31,6 @@ class _ZeROJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Stop to shadow. Called on every rank once all have joined."""
         self._end()
-
-
-def announced(comm: Comm, own: list[Any] | None) -> tuple[list[Any], int]:
-    """Exchange what the ranks that have data are about to do. Called on every rank.
-
-    Returns:
-        The next action, and the first rank that has data.
-
-    Raises:
-        RuntimeError: on every rank, if ranks announce different actions.
-    """
-    said = all_gather_json(comm, own)
-    active = [rank for rank, action in enumerate(said) if action is not None]
-    if any(said[rank] != said[active[0]] for rank in active):
-        raise RuntimeError(
-            f"rank {comm.group_rank}: ranks are about to do different things: {said}"
-        )
-    return said[active[0]], active[0]
 
 
 def options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

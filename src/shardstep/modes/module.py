@@ -16,16 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from shardstep.comm import Comm, Operation, all_gather_json
-from shardstep.comm.broadcast import broadcast
+from shardstep.comm import Comm, Operation, all_gather_json, broadcast
+from shardstep.comm.join import JoinContext
 from shardstep.gather import OverlappedGather, ParamGather
 from shardstep.gradients import AutogradFeeder, GradientSource, GradReducer
 from shardstep.gradients.feeders import refuse_watched
 from shardstep.modes.base import FOLLOWING, Mode
-from shardstep.modes.join import JoinContext, announced, options_of, take_options
+from shardstep.modes.join import options_of, take_options
 from shardstep.modes.planner import Planned, Settings
 from shardstep.params.inputs import parameters
-from shardstep.params.module_hook import UncopiedHook, remove_hooks, when_freed
+from shardstep.params.module import ModuleBuffers, UncopiedHook, remove_hooks, when_freed
 from shardstep.params.names import names_in
 from shardstep.params.sharded_params import ShardedParams
 
@@ -50,9 +50,6 @@ class ModuleMode(Mode):
         self._overlap = overlap
         self._broadcast_buffers = broadcast_buffers
         self._recoverable = recoverable
-        # Whether a forward pass may have changed the buffers of each rank in its own way.
-        self._buffers_differ = False
-        self._buffer_source = 0
 
     # ------------------------------------------------------------------------------ construction
 
@@ -108,6 +105,8 @@ class ModuleMode(Mode):
         if self._recoverable:
             self.lockstep.recovery_comm = self.comm.new_connection("gloo")
         self.comm = self.comm.new_connection()
+        followed = self._module if self._broadcast_buffers else None
+        self.buffers = ModuleBuffers(self.comm, self.join, followed)
 
     @override
     def make_gradients(self, params: ShardedParams) -> GradReducer:
@@ -118,7 +117,7 @@ class ModuleMode(Mode):
             self._feeder,
             self.precision,
             self._overlap,
-            self._announce,
+            self.join,
             self.lockstep,
         )
         return self._reducer
@@ -152,16 +151,16 @@ class ModuleMode(Mode):
         # buffers, and may be run on some ranks only.
         if not (torch.is_grad_enabled() and any(part.training for part in module.modules())):
             return
-        self.check_replaced()
+        self.watch.check(self.pipeline.params.params)
         self._reducer.check_forward()
         if torch._C._current_graph_task_id() != -1:
             return  # activation checkpointing runs this forward pass again, inside backward
         self.follow()
-        if self._buffers_differ and self._broadcast_buffers:
-            self._announce("buffers", list)
-            self._sync_buffers()
+        if self.buffers.differ and self._broadcast_buffers:
+            self._reducer.announce("buffers")
+            self.buffers.send()
         # Like DDP, not after a forward pass under no_sync, which communicates nothing.
-        self._buffers_differ = not self._reducer.paused
+        self.buffers.differ = not self._reducer.paused
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -175,37 +174,17 @@ class ModuleMode(Mode):
     def _backward_starts(self, grad: torch.Tensor) -> None:
         self._reducer.expect_backward()
 
-    def _sync_buffers(self) -> None:
-        """Copy one rank's buffers to all ranks. Called on every rank.
-
-        A forward pass changes them on each rank in its own way. DDP evens them out before the next
-        forward pass. After a step gives that pass the same buffers, and evaluation, which need not
-        run on all ranks, too.
-        """
-        self._buffers_differ = False
-        if self._broadcast_buffers:
-            # `.data`, as under DDP: a backward pass to come may have saved them, and must not fail
-            # on the ranks that were written to while the others wait for it.
-            buffers = (buffer.data for buffer in self._module.buffers())
-            broadcast(self.comm, buffers, self._buffer_source, Operation.BUFFERS)
-
     # ----------------------------------------------------------------------------------- the step
 
     @override
     def before_step(self) -> None:
-        self.check_replaced()
-        self._follow_without_gradients()
-        # Reductions that are still to be announced come before the step.
-        self._reducer.collect()
-        self._announce("step", lambda: [options_of(self.groups)])
-
-    @override
-    def after_step(self) -> None:
-        self._sync_buffers()
-
-    @override
-    def meet(self) -> None:
-        pass  # notes travel with every round
+        if not self.join.shadowing:
+            self.watch.check(self.pipeline.params.params)
+            self._follow_without_gradients()
+            # Reductions that are still to be announced come before the step. Notes travel with
+            # every round of them.
+            self._reducer.collect()
+            self._reducer.announce("step", lambda: [options_of(self.groups)])
 
     @override
     def recover(self) -> None:
@@ -221,13 +200,10 @@ class ModuleMode(Mode):
                 "may have taken the step; start again from a checkpoint"
             )
         self._reducer.recover()
-        self._sync_buffers()
+        self.buffers.send()
 
     @override
-    def zero_grad(self, set_to_none: bool, clear: Callable[[bool], None]) -> None:
-        if not set_to_none:
-            self._announce("zero", list)
-        super().zero_grad(set_to_none, clear)
+    def after_zero_grad(self) -> None:
         self.follow()
 
     @override
@@ -284,24 +260,9 @@ class ModuleMode(Mode):
 
     # -------------------------------------------------------------------------------- uneven inputs
 
-    def _announce(self, kind: str, arguments: Callable[[], list[Any]]) -> None:
-        """Under `Join`, tell joined ranks what to shadow. Called on every rank that has data."""
-        if self.join.shadowing or not self.join.enabled:
-            return
-        if not self.join.is_first:
-            raise RuntimeError(
-                "an optimizer with module= has to be the first in Join([...]): joined ranks shadow "
-                "what it does"
-            )
-        self.join.notify()
-        # Clearing gradients is not announced; all ranks act on those that were not cleared.
-        action = [kind, self._reducer.kept(), arguments()]
-        _, self._buffer_source = announced(self.comm, action)
-
     @override
     def shadow(self, step: Callable[[], object], zero_grad: Callable[[bool], object]) -> None:
-        # Buffers follow a rank that still has data to update them with.
-        (kind, kept, arguments), self._buffer_source = announced(self.comm, None)
+        kind, kept, arguments = self.join.announce(self.comm, None)
         self._reducer.keep(kept)
 
         def shadow_step(options: list[dict[str, Any]]) -> None:
@@ -315,7 +276,7 @@ class ModuleMode(Mode):
             "norms": self._reducer.shadow_norms,
             "change": self._reducer.shadow_change,
             "zero": lambda: zero_grad(False),
-            "buffers": self._sync_buffers,
+            "buffers": self.buffers.send,
             "step": shadow_step,
         }
         with self.join.shadow():

@@ -136,7 +136,7 @@ class Planner:
         }
         return ShardedParams(
             plan,
-            parameters(self.groups),
+            self.groups,
             self._comm.group_rank,
             self._bucket_views,
             self._separate,
@@ -150,7 +150,6 @@ class Planner:
     def make_local(self, params: ShardedParams) -> tuple[LocalOptimizer, list[str]]:
         """Make the local optimizer, and the lines by which ranks compare it."""
         local = LocalOptimizer(
-            self.groups,
             params,
             self._make_optimizer,
             self.settings.layouts.groups_to_fill,

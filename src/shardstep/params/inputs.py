@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardstep.params.dtensor import check_placements, local_part
-from shardstep.params.storage import is_dense
+from shardstep.params.flat import is_dense
 from shardstep.plan import ParamSpec
 
 Groups = Sequence[Mapping[str, Any]]

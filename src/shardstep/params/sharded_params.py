@@ -1,115 +1,212 @@
-"""All parameters under one plan: their storage, and this rank's pieces as tensors to step on."""
+"""All parameters under one plan: their memory between steps, and this rank's pieces of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
+from typing_extensions import override
 
 from shardstep.params.dtensor import is_dtensor, local_part
-from shardstep.params.masters import Masters, StepCopies, StepTensors
+from shardstep.params.flat import flat
+from shardstep.params.groups import describe_edit
+from shardstep.params.inputs import parameters
+from shardstep.params.shard import Masters, Shard, StepCopies, StepTensors
 from shardstep.params.stochastic_rounding import StochasticRounding
-from shardstep.params.storage import BucketViews, OwnStorage, ParamStorage, flat
-from shardstep.plan import Piece, ShardPlan
+from shardstep.plan import Message, ShardPlan, messages_of
 
-FreeMemory = Callable[[torch.Tensor, int], None]
-"""Given a tensor and an address, moves the tensor's state away from that address."""
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Targets and sources."""
 
 
-class Shard:
-    """The tensors that one rank's optimizer steps on.
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the same memory whose storage object holds nothing else.
 
-    A part of a parameter is a flat view of it. An entire parameter is itself, so that the optimizer
-    finds `param.grad` and keys its state as the user expects. With `separate`, it is another tensor
-    on the same memory, because `param.grad` is not the gradient to step on. A DTensor is
-    represented by its local tensor, and a piece in `wide` by its wider step tensor.
+    The memory lives as long as either. A device without DLPack keeps the storage of `tensor`.
+    """
+    try:
+        return from_dlpack(tensor)
+    except (BufferError, RuntimeError):
+        return tensor
+
+
+@dataclass(slots=True)
+class GatherMessage:
+    """One message of a gather.
+
+    Attributes:
+        bucket: the number of its bucket.
+        cuts: the bounds of the ranks' parts in it.
+        buffer: its elements, flat.
+        own: copies that bring this rank's part up to date.
+        others: copies of the other ranks' parts to where the parameters read them.
     """
 
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        params: Sequence[torch.Tensor],
-        separate: bool,
-        wide: StepTensors,
-    ) -> None:
+    bucket: int
+    cuts: Sequence[int]
+    buffer: torch.Tensor
+    own: Copies
+    others: Copies
+
+    def load(self) -> torch.Tensor:
+        """Return the buffer, with this rank's part up to date."""
+        if self.own[0]:
+            torch._foreach_copy_(*self.own)
+        return self.buffer
+
+    def store(self) -> None:
+        """Give the parameters the other ranks' parts."""
+        if self.others[0]:
+            torch._foreach_copy_(*self.others)
+
+
+class ParamStorage(ABC):
+    """The memory of the parameters between steps.
+
+    Attributes:
+        messages: the messages in which the training buckets travel, in order; `attach` makes them.
+        depth: the number of messages that may be loaded and not yet stored; None for any number.
+        nbytes: bytes held beyond the parameters themselves.
+    """
+
+    messages: list[GatherMessage]
+    depth: int | None
+    nbytes = 0
+
+    def __init__(self, plan: ShardPlan, params: Sequence[torch.Tensor], group_rank: int) -> None:
+        self._plan = plan
         self._params = params
-        self._separate = separate
-        self.wide = wide
-        self.pieces = pieces
-        self._tensors = {piece.param: self._make(piece) for piece in pieces}
-        self.views = [(piece, each) for piece, each in self if each is not params[piece.param]]
-        self._widened = [(piece, tensor) for piece, tensor in self if piece.param in wide]
-        self._point(())
+        self._group_rank = group_rank
+        self._has_dtensors = any(map(is_dtensor, params))
+        self._attached: tuple[list[int], list[tuple[int, ...]]] = ([], [])
 
-    def _make(self, piece: Piece) -> torch.Tensor:
-        param = self._params[piece.param]
-        separate = self._separate or piece.param in self.wide or is_dtensor(param)
-        if piece.entire and not separate:
-            return param
-        return torch.nn.Parameter(self._view(piece), requires_grad=param.requires_grad)
+    def flat(self, param: int) -> torch.Tensor:
+        """Return a parameter's elements in memory order. Autograd does not see writes to it."""
+        return flat(local_part(self._params[param]).data)
 
-    def _view(self, piece: Piece) -> torch.Tensor:
-        """Return the piece's memory: in its parameter, or in its wider step tensor."""
-        if piece.param in self.wide:
-            return self.wide.place(piece)
-        param = local_part(self._params[piece.param])
-        return param.detach() if piece.entire else flat(param)[piece.param_interval.slice]
+    def attach(self) -> None:
+        """Take the parameters in. May replace `param.data`, never the parameter itself."""
+        self._allocate()
+        self._attached = self._addresses()
 
-    def __iter__(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Yield each piece with the tensor that is stepped on, by parameter number."""
-        return ((piece, self._tensors[piece.param]) for piece in self.pieces)
+    def intact(self) -> bool:
+        """Return True if every parameter still lies where `attach` left it."""
+        return self._attached == self._addresses()
 
-    def in_group(self, params: range) -> list[tuple[int, torch.Tensor]]:
-        """Return the tensors of these parameters, each with its parameter's number."""
-        return [(index, self._tensors[index]) for index in params if index in self._tensors]
+    def _addresses(self) -> tuple[list[int], list[tuple[int, ...]]]:
+        # Asked several times a step: parameters are unwrapped only if there are DTensors.
+        parts = [*map(local_part, self._params)] if self._has_dtensors else self._params
+        return [part.data_ptr() for part in parts], [part.stride() for part in parts]
 
-    def repoint(self) -> None:
-        """Follow the parameters to where their data lies now; the tensor objects stay."""
-        self.wide.repoint()
-        self._point(self.views)
+    @abstractmethod
+    def _allocate(self) -> None:
+        """Allocate buffers and connect them with the parameters."""
 
-    def _point(self, views: Iterable[tuple[Piece, torch.Tensor]]) -> None:
-        """Point these tensors at their pieces, and remember the addresses of all."""
-        for piece, tensor in views:
-            tensor.data = self._view(piece)
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors.values()]
+    @abstractmethod
+    def detach(self, params: Iterable[int]) -> None:
+        """Give these parameters separate storage, if they lie in a shared buffer."""
 
-    def refresh(self) -> None:
-        """Give every step tensor its parameter's value, before a step."""
-        if self.wide.refresh():
-            self._point(self._widened)
 
-    def write_back(self, free_memory: FreeMemory, among: Container[int] | None = None) -> bool:
-        """Write back step tensors of these parameters. Return True if a parameter has moved.
+class OwnStorage(ParamStorage):
+    """Parameters in the storage they came with. Buckets are packed into messages to be sent.
 
-        `free_memory` is called for each tensor that the optimizer pointed at other memory.
-        """
-        moved = self._copy_reassigned(free_memory)
-        self.wide.write_back(among)
-        return moved
+    Two buffers of the longest message's size are kept per device and used in turn: one is packed or
+    unpacked while the other is in flight.
+    """
 
-    def release(self) -> None:
-        """Free what only the step needed."""
-        if self.wide.release():
-            self._point(self._widened)
+    depth = 2
 
-    def _copy_reassigned(self, free_memory: FreeMemory) -> bool:
-        """Copy back views that the optimizer pointed at other memory by assigning `p.data`.
+    @override
+    def _allocate(self) -> None:
+        self.messages = []
+        self.nbytes = 0
+        # One rank has everything already and sends nothing.
+        buckets = self._plan.training_buckets if self._plan.world_size > 1 else ()
+        for device in sorted({bucket.device for bucket in buckets}):
+            on_device = [bucket for bucket in buckets if bucket.device == device]
+            messages = [each for b in on_device for each in messages_of(b, b.dtype.itemsize)]
+            nbytes = max(each.numel * each.bucket.dtype.itemsize for each in messages)
+            place = self._params[on_device[0].slots[0].param].device
+            pool = [
+                torch.zeros(nbytes, dtype=torch.uint8, device=place) for _ in messages[: self.depth]
+            ]
+            self.nbytes += nbytes * len(pool)
+            for number, message in enumerate(messages):
+                self.messages.append(self._connected(message, pool[number % len(pool)]))
+        self.messages.sort(key=lambda message: message.bucket)  # those of several devices, too
 
-        Return True if `p` was a parameter, which has moved now.
-        """
-        before = zip(self._tensors.items(), self._addresses, strict=True)
-        moved = [(n, each, address) for (n, each), address in before if each.data_ptr() != address]
-        if not moved:
-            return False
-        for _, tensor, address in moved:
-            free_memory(tensor, address)
-        numbers = {number for number, _, _ in moved}
-        for piece, tensor in self.views:
-            if piece.param in numbers:
-                self._view(piece).copy_(tensor.detach())
-        self.repoint()
-        return any(tensor is self._params[number] for number, tensor, _ in moved)
+    def _connected(self, message: Message, pooled: torch.Tensor) -> GatherMessage:
+        """Return a message with the copies between its buffer and the parameters."""
+        dtype, slots = message.bucket.dtype, message.bucket.slots
+        buffer = pooled[: message.numel * dtype.itemsize].view(dtype)
+        own: Copies = ([], [])
+        others: Copies = ([], [])
+        for group_rank, number, elements, offset in message.parts():
+            in_params, in_buffer = own if group_rank == self._group_rank else others
+            # `.data`, so that autograd does not take a parameter that is written back unchanged for
+            # one that has changed.
+            param = flat(local_part(self._params[slots[number].param]).data)
+            in_params.append(param[elements.slice])
+            in_buffer.append(buffer[offset : offset + elements.numel])
+        return GatherMessage(message.bucket.index, message.cuts, buffer, (own[1], own[0]), others)
+
+    @override
+    def detach(self, params: Iterable[int]) -> None:
+        pass
+
+
+class BucketViews(ParamStorage):
+    """Parameters in the memory of the buckets. Nothing is packed to be sent.
+
+    Each parameter has a storage object of its own on that memory. Two tensors with one storage
+    object are taken for tied weights: safetensors would write one of them.
+    """
+
+    depth = None
+
+    def __init__(self, plan: ShardPlan, params: Sequence[torch.Tensor], group_rank: int) -> None:
+        super().__init__(plan, params, group_rank)
+        self.messages = []
+        self._slices: dict[int, torch.Tensor] = {}
+
+    @override
+    def flat(self, param: int) -> torch.Tensor:
+        # A slice of the bucket shares its storage with its neighbours, so masters can merge them.
+        whole = super().flat(param)
+        held = self._slices.get(param, whole)
+        in_place = (held.data_ptr(), held.numel()) == (whole.data_ptr(), whole.numel())
+        return held if in_place else whole
+
+    @override
+    def _allocate(self) -> None:
+        for number, bucket in enumerate(self._plan.training_buckets):
+            if number == len(self.messages):
+                # Zeros, not garbage: padding is sent too, and must not differ from run to run.
+                device = self._params[bucket.slots[0].param].device
+                buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
+                nothing: Copies = ([], [])
+                message = GatherMessage(bucket.index, bucket.cuts, buffer, nothing, nothing)
+                self.messages.append(message)
+            for slot in bucket.slots:
+                param = local_part(self._params[slot.param])
+                start, stop = slot.bucket_offset, slot.bucket_offset + slot.numel
+                held = self._slices[slot.param] = self.messages[number].buffer[start:stop]
+                if param.data_ptr() != held.data_ptr():
+                    view = with_own_storage(held).as_strided(param.shape, param.stride())
+                    param.data = view.copy_(param.detach())
+
+    @override
+    def detach(self, params: Iterable[int]) -> None:
+        # Nothing must keep the buffers alive.
+        for index in params:
+            part = local_part(self._params[index])
+            part.data = part.detach().clone()
 
 
 class ShardedParams:
@@ -123,7 +220,7 @@ class ShardedParams:
     def __init__(
         self,
         plan: ShardPlan,
-        params: Sequence[torch.Tensor],
+        groups: list[dict[str, Any]],
         group_rank: int,
         bucket_views: bool,
         separate: bool,
@@ -131,7 +228,9 @@ class ShardedParams:
         rounding: StochasticRounding | None,
     ) -> None:
         self.plan = plan
-        self.params = params
+        self.groups = groups
+        self._lengths = [len(group["params"]) for group in groups]
+        self.params = params = parameters(groups)
         self.trainable = [spec.trainable for spec in plan.specs]
         self.frozen = [index for index, trains in enumerate(self.trainable) if not trains]
         self.step_dtypes = step_dtypes
@@ -158,10 +257,14 @@ class ShardedParams:
             now = [param.requires_grad or param.grad is not None for param in self.params]
             return self.trainable == now and self.storage.intact()
 
-    def write_back(self, free_memory: FreeMemory, among: Container[int] | None = None) -> None:
-        """Write updated pieces of these parameters, or of all, back. See `Shard.write_back`."""
-        if self.shard.write_back(free_memory, among):
-            self.attach()
+    def hand_edit(self) -> str | None:
+        """Return an error if the user has changed which parameters the groups have."""
+        lists = [group.get("params", ()) for group in self.groups]
+        same = all(map(is_, chain.from_iterable(lists), self.params))
+        if same and [*map(len, lists)] == self._lengths:
+            return None
+        names = [spec.name for spec in self.plan.specs]
+        return describe_edit(lists, self._lengths, self.params, names)
 
     def mark_changed(self, among: Iterable[int] | None = None) -> None:
         """Tell autograd that these parameters, or all that have a gradient, were written to.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardstep.comm import Comm, all_gather_json
-from shardstep.params.storage import flat
+from shardstep.params.flat import flat
 from shardstep.plan import Copy, Holding, Interval, ParamSpec, ShardPlan, transfers
 from shardstep.state.tree import Leaf, Node, decode, encode, leaves, with_leaves
 

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from shardstep.layouts.choose import ELEMENT_WISE
 from shardstep.local.multi_class import MultiClass, of_one_class, parts_of
 from shardstep.params.dtensor import local_part
+from shardstep.params.flat import flat
 from shardstep.params.groups import group_ranges, rename_params
 from shardstep.params.names import shorten_list
-from shardstep.params.storage import flat
 from shardstep.plan import Interval, ParamSpec
 from shardstep.state.tree import own_copy
 from shardstep.state.view import ShardView

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardstep.params.storage import fills_memory, flat, is_dense
+from shardstep.params.flat import fills_memory, flat, is_dense
 
 Node = list[Any]
 """A value in JSON: `["value", x]`, `["dict", [[key, node], ...]]`, `["list", [node, ...]]`,

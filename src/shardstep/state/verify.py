@@ -6,8 +6,8 @@ import torch
 
 from shardstep.comm import Operation
 from shardstep.params.dtensor import local_part
+from shardstep.params.flat import flat
 from shardstep.params.same_bits import as_integers
-from shardstep.params.storage import flat
 from shardstep.state.view import ShardView
 
 CHUNK = 1 << 20

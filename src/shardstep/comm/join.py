@@ -1,0 +1,68 @@
+"""Uneven inputs: which ranks still have data, and what they are about to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.algorithms.join import Join, Joinable
+
+from shardstep.comm.api import Comm, all_gather_json
+
+
+class JoinContext:
+    """The `Join` context that an optimizer takes part in, if any.
+
+    Attributes:
+        shadowing: whether this rank has run out of data and shadows a step of the others.
+        source: the first rank that had data at the last announcement.
+    """
+
+    def __init__(self, joinable: Joinable) -> None:
+        self._joinable = joinable
+        self.shadowing = False
+        self.source = 0
+
+    @property
+    def enabled(self) -> bool:
+        """True while a `Join` context is active."""
+        return bool(self._joinable._join_config.enable)
+
+    def notify(self) -> None:
+        """Tell joined ranks that this one still has data. Called on every rank that has."""
+        Join.notify_join_context(self._joinable)
+
+    @contextmanager
+    def shadow(self) -> Iterator[None]:
+        """Mark what is done meanwhile as shadowed."""
+        self.shadowing = True
+        try:
+            yield
+        finally:
+            self.shadowing = False
+
+    def announce(self, comm: Comm, own: list[Any] | None) -> list[Any]:
+        """Return what the ranks that have data are about to do. Called on every rank.
+
+        Those ranks pass it as `own`, joined ranks pass None.
+
+        Raises:
+            RuntimeError: on every rank, if ranks announce different actions.
+        """
+        if own is not None:
+            if not self._joinable._join_config.is_first_joinable:
+                raise RuntimeError(
+                    "an optimizer with module= has to be the first in Join([...]): joined ranks "
+                    "shadow what it does"
+                )
+            self.notify()
+        said = all_gather_json(comm, own)
+        active = [rank for rank, action in enumerate(said) if action is not None]
+        if any(said[rank] != said[active[0]] for rank in active):
+            raise RuntimeError(
+                f"rank {comm.group_rank}: ranks are about to do different things: {said}"
+            )
+        self.source = active[0]
+        action: list[Any] = said[self.source]
+        return action
