@@ -24,12 +24,10 @@ from shardstep.local.multi_class import no_defaults, refuse_new_class
 from shardstep.local.train_eval import MODES, has_train_eval
 from shardstep.modes import DropIn, InsideDDP, Mode, ModuleMode, Settings
 from shardstep.modes.base import CONSTRUCTING
-from shardstep.modes.describe import first_lines, report_of
 from shardstep.modes.front import ModeFront
 from shardstep.modes.planner import Planned
 from shardstep.params.inputs import ParamsArgument, check_arguments
 from shardstep.precision import MixedPrecision, resolve
-from shardstep.report import Report
 from shardstep.state.state_dict import (
     Consolidated,
     StateDict,
@@ -198,16 +196,6 @@ class ZeroRedundancyOptimizer(ModeFront):
     def detach(self) -> None:
         """Restore plain parameters, remove all hooks, end this optimizer. Called on every rank."""
         self.mode.detach()
-
-    def report(self) -> Report:
-        """Return what this rank holds and sends, and each group's layout; print it."""
-        return report_of(self.mode)
-
-    def __repr__(self) -> str:
-        if not self.__dict__.get("initialized"):
-            return object.__repr__(self)
-        groups = super().__repr__().partition("\n")[2]
-        return f"{type(self).__name__} (\n{first_lines(self.mode)}\n{groups}"
 
     # ----------------------------------------------------------------------------------- the step
 

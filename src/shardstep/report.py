@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from shardstep.layouts.state_size import tensor_nbytes
-from shardstep.plan import ShardPlan, share
-from shardstep.precision import MixedPrecision
+from shardstep.plan import ShardPlan
 
 
 @dataclass(frozen=True)
@@ -87,35 +83,3 @@ def show_nbytes(nbytes: float) -> str:
         nbytes /= 1000
         del units[0]
     return f"{nbytes:,.{0 if units[0] == 'B' else 1}f} {units[0]}"
-
-
-def make_report(
-    optimizer: str,
-    mode: str,
-    rank: int,
-    plan: ShardPlan,
-    layouts: Sequence[str],
-    states: Iterable[Any],
-    master_nbytes: int,
-    gradient_nbytes: int,
-    reducing: MixedPrecision | None,
-) -> Report:
-    """Measure this rank's memory and estimate its traffic.
-
-    `reducing` has the dtypes in which this optimizer reduces gradients; None if it does not.
-    """
-    own = share(plan, rank, reducing)
-    return Report(
-        optimizer=optimizer,
-        mode=mode,
-        rank=rank,
-        plan=plan,
-        layouts=tuple(layouts),
-        parameter_nbytes=sum(spec.nbytes for spec in plan.specs if spec.trainable),
-        owned_nbytes=own.nbytes,
-        gradient_nbytes=gradient_nbytes,
-        master_nbytes=master_nbytes,
-        state_nbytes=tensor_nbytes(list(states)),
-        reduce_nbytes=own.reduce_nbytes_sent if reducing else 0,
-        gather_nbytes=own.gather_nbytes_sent,
-    )

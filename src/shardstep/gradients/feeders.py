@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -18,6 +18,9 @@ from typing_extensions import override
 
 from shardstep.gradients.sharded_grad import ShardedGrad
 from shardstep.params.module import remove_hooks, when_freed
+
+if TYPE_CHECKING:
+    from shardstep.gradients.reducer import GradReducer
 
 
 class Taken(NamedTuple):
@@ -36,31 +39,6 @@ class Taken(NamedTuple):
     memory: Sequence[torch.Tensor | None] = ()
 
 
-class Reducer(Protocol):
-    """The side of a reducer that a feeder sees.
-
-    Attributes:
-        params: all parameters, in the plan's order.
-        trained: the numbers of the parameters that train.
-        placeholders: the placeholder of each parameter that trains.
-        widened: the parameters that are stepped on in a wider dtype than their own.
-    """
-
-    params: Sequence[torch.Tensor]
-    trained: Sequence[int]
-    placeholders: Mapping[int, ShardedGrad]
-    widened: frozenset[int]
-
-    def gradient_ready(self, param: int, final: bool = True) -> None:
-        """Count in a gradient that is to be sent in this round.
-
-        One that is not final may be changed until the end of the pass, and is sent then.
-        """
-
-    def forget(self, params: Iterable[int]) -> None:
-        """Forget every earlier gradient of these parameters."""
-
-
 class Feeder:
     """The source of a reducer's local gradients.
 
@@ -73,7 +51,7 @@ class Feeder:
     lends_memory = False
     """True if `take` lends room for this rank's part of every reduced gradient."""
 
-    def attach(self, reducer: Reducer) -> None:
+    def attach(self, reducer: GradReducer) -> None:
         """Feed `reducer` from now on."""
         self._params = reducer.params
         self._trained = reducer.trained
@@ -153,7 +131,7 @@ class Feeder:
 class AutogradFeeder(Feeder):
     """Gradients that autograd leaves in `param.grad`."""
 
-    def attach(self, reducer: Reducer) -> None:
+    def attach(self, reducer: GradReducer) -> None:
         """Register a hook per parameter."""
         super().attach(reducer)
         # Placeholders whose gradient was accumulated locally and never reduced.
@@ -243,7 +221,7 @@ class DDPFeeder(Feeder):
 
     _hidden: Sequence[int] = ()
 
-    def attach(self, reducer: Reducer) -> None:
+    def attach(self, reducer: GradReducer) -> None:
         """Feed `reducer` with what is given to `offer`."""
         super().attach(reducer)
         self._offered: dict[int, torch.Tensor] = {}
@@ -310,7 +288,7 @@ class DDPFeeder(Feeder):
         )
 
 
-def _hook(param: Any, reducer: weakref.ref[Reducer], index: int) -> RemovableHandle:
+def _hook(param: Any, reducer: weakref.ref[GradReducer], index: int) -> RemovableHandle:
     """Tell `reducer` of each gradient of `param`, after all other hooks, which may change it."""
 
     def gradient_ready(tensor: torch.Tensor) -> None:

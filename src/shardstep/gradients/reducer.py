@@ -87,6 +87,7 @@ class GradReducer(ShardNorms):
         self._lockstep = lockstep
         self._lock = threading.RLock()
         self.params = params.params
+        # The numbers of the parameters that train.
         self.trained: Sequence[int] = [
             index for index, spec in enumerate(plan.specs) if spec.trainable
         ]
@@ -118,7 +119,10 @@ class GradReducer(ShardNorms):
     # ---------------------------------------------------------------------------------- a round
 
     def gradient_ready(self, param: int, final: bool = True) -> None:
-        """Count a gradient in, and launch its bucket if that was the last."""
+        """Count a gradient in, and launch its bucket if that was the last.
+
+        One that is not final may be changed until the end of the pass, and is sent then.
+        """
         # Models over several devices run their backward in several threads.
         with self._lock:
             if self.paused:

@@ -11,33 +11,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+if TYPE_CHECKING:
+    from shardstep.gradients.reducer import GradReducer
+
 aten = torch.ops.aten
-
-
-class Keeper(Protocol):
-    """The reducer that has the gradients."""
-
-    def zero_some(self, params: Sequence[int]) -> None:
-        """Set the gradients of these parameters to zero, addends included."""
-
-    def unscale(
-        self, params: Sequence[int], found_inf: torch.Tensor, inv_scale: torch.Tensor
-    ) -> None:
-        """Unscale these gradients, and set `found_inf` on every rank if any rank found one.
-
-        Called on every rank.
-        """
-
-    def norms(self, params: Sequence[int], norm_type: float) -> list[torch.Tensor]:
-        """Return the norms of these gradients. Called on every rank."""
-
-    def change(self, operation: str, params: Sequence[int], number: Any) -> None:
-        """Multiply, divide or clamp these gradients by a number. Called on every rank."""
 
 
 class ShardedGrad(torch.Tensor):
@@ -52,12 +34,12 @@ class ShardedGrad(torch.Tensor):
     param: int
     param_name: str
     incoming: torch.Tensor | None
-    _keeper: weakref.ref[Keeper]
+    _reducer: weakref.ref[GradReducer]
     _sharded_dtype: torch.dtype
 
     @staticmethod
     def __new__(
-        cls, like: torch.Tensor, param: int, name: str, keeper: Keeper, dtype: torch.dtype
+        cls, like: torch.Tensor, param: int, name: str, reducer: GradReducer, dtype: torch.dtype
     ) -> ShardedGrad:
         """Make a placeholder for the gradient of `like`, which is sharded and in `dtype`."""
         self: ShardedGrad = torch.Tensor._make_wrapper_subclass(
@@ -67,7 +49,7 @@ class ShardedGrad(torch.Tensor):
         self.param_name = name
         # The parameter holds its placeholder in C++, where the garbage collector cannot see it. A
         # strong reference would never let go of the model.
-        self._keeper = weakref.ref(keeper)
+        self._reducer = weakref.ref(reducer)
         self.incoming = None
         self._sharded_dtype = dtype
         return self
@@ -81,15 +63,15 @@ class ShardedGrad(torch.Tensor):
         return self._sharded_dtype
 
     @property
-    def keeper(self) -> Keeper:
+    def reducer(self) -> GradReducer:
         """The reducer that has the gradient."""
-        keeper = self._keeper()
-        if keeper is None:
+        reducer = self._reducer()
+        if reducer is None:
             raise RuntimeError(
                 f"the optimizer that had the gradient of parameter {self.param_name!r} is gone; "
                 "set its .grad to None"
             )
-        return keeper
+        return reducer
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedGrad({self.param_name!r}, shape={tuple(self.shape)})"
@@ -161,19 +143,19 @@ def _zero_each(grads: Sequence[torch.Tensor], *_: Any) -> None:
     for grad in grads:
         if not isinstance(grad, ShardedGrad):
             grad.zero_()  # not sent yet
-    sharded[0].keeper.zero_some([grad.param for grad in sharded])
+    sharded[0].reducer.zero_some([grad.param for grad in sharded])
 
 
 def _unscale(
     grads: Sequence[ShardedGrad], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> None:
-    grads[0].keeper.unscale([grad.param for grad in grads], found_inf, inv_scale)
+    grads[0].reducer.unscale([grad.param for grad in grads], found_inf, inv_scale)
 
 
 def _norms(grads: Sequence[ShardedGrad], order: float = 2, dim: Any = None, *_: Any) -> Any:
     if dim not in (None, [], list(range(grads[0].ndim))) or order <= 0:
         raise grads[0].refusal(f"a norm of order {order} over {dim}")
-    return grads[0].keeper.norms([grad.param for grad in grads], float(order))
+    return grads[0].reducer.norms([grad.param for grad in grads], float(order))
 
 
 def _norm(grads: Sequence[ShardedGrad], *args: Any) -> Any:
@@ -189,7 +171,7 @@ def _make_change(*operations: str) -> Callable[..., Any]:
             if several or isinstance(number, (list, tuple)):
                 raise grads[0].refusal(f"{operation} with more than one number")
             if number is not None:
-                grads[0].keeper.change(operation, [grad.param for grad in grads], number)
+                grads[0].reducer.change(operation, [grad.param for grad in grads], number)
         return grads[0]
 
     return change

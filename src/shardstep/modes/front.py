@@ -1,4 +1,4 @@
-"""The part of the optimizer that shows its mode: plan, whole tensors, uneven inputs."""
+"""The part of the optimizer that shows its mode: plan, whole tensors, report, uneven inputs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
+from shardstep.layouts.state_size import tensor_nbytes
+from shardstep.local.multi_class import optimizer_name
 from shardstep.modes.base import Mode
 from shardstep.modes.join import _ZeROJoinHook
 from shardstep.params.dtensor import refuse_dtensors
-from shardstep.plan import ShardPlan
+from shardstep.plan import ShardPlan, share
+from shardstep.report import Report, headline, show_nbytes
 from shardstep.state.state_dict import gather_whole
 from shardstep.state.verify import verify
 from shardstep.state.view import ShardView
@@ -89,6 +92,35 @@ class ModeFront(Optimizer, Joinable):
             RuntimeError: on every rank, naming the first parameter that differs.
         """
         verify(self.mode)
+
+    def report(self) -> Report:
+        """Return what this rank holds and sends, and each group's layout; print it."""
+        mode, plan = self.mode, self.plan
+        reducing = mode.precision if mode.reduces_gradients else None
+        own = share(plan, mode.comm.group_rank, reducing)
+        return Report(
+            optimizer=optimizer_name(mode.optim),
+            mode=mode.title,
+            rank=mode.comm.group_rank,
+            plan=plan,
+            layouts=tuple(mode.planner.settings.layouts.explain(mode.groups)),
+            parameter_nbytes=sum(spec.nbytes for spec in plan.specs if spec.trainable),
+            owned_nbytes=own.nbytes,
+            gradient_nbytes=mode.pipeline.gradients.nbytes,
+            master_nbytes=mode.pipeline.params.shard.wide.nbytes,
+            state_nbytes=tensor_nbytes([*mode.optim.state.values()]),
+            reduce_nbytes=own.reduce_nbytes_sent if reducing else 0,
+            gather_nbytes=own.gather_nbytes_sent,
+        )
+
+    def __repr__(self) -> str:
+        if not self.__dict__.get("initialized"):
+            return object.__repr__(self)
+        head = headline(optimizer_name(self.optim), self.mode.title, self.plan)
+        state = show_nbytes(tensor_nbytes([*self.optim.state.values()]))
+        here = f"rank {self.mode.comm.group_rank} holds {state} of optimizer state"
+        groups = super().__repr__().partition("\n")[2]
+        return f"{type(self).__name__} (\n{head}\n{here}\n{groups}"
 
     # ------------------------------------------------------------------------------- uneven inputs
 
