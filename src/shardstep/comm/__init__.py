@@ -3,17 +3,9 @@
 A `Comm` moves raw bytes, so every dtype travels the same way, and counts what this rank sends.
 """
 
-from shardstep.comm.api import (
-    Comm,
-    Ledger,
-    Operation,
-    SoloComm,
-    Work,
-    all_gather_json,
-    broadcast,
-    span,
-)
+from shardstep.comm.api import Comm, Ledger, SoloComm, all_gather_json, broadcast, span
 from shardstep.comm.group import GroupComm, connect, refuse_stray_rank
+from shardstep.comm.works import Operation, Work
 
 __all__ = [
     "Comm",
