@@ -137,6 +137,9 @@ class BesideDDP(Walk):
             self.write: 1,
             self.evaluate: 1,
             self.look: 1,
+            self.halve_the_state: 0.5,
+            self.swap: 0.7,
+            self.hook: 0.5,
         }
         if self._find_unused:
             common[self.freeze] = 1.5
@@ -247,6 +250,9 @@ class BesideDDP(Walk):
             setup.opt.zero_grad()
             param = setup.module.get_parameter(name)
             param.requires_grad_(not param.requires_grad)
+
+    def halve_the_state(self) -> None:
+        self.edit_state(self._by_hand.optim)
 
     def option(self) -> None:
         number = self.chance.randrange(len(self._whole.opt.param_groups))

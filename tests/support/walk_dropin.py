@@ -162,6 +162,8 @@ class DropIn(SavingWalk):
             self.reload: 0.6,
             self.exchange: 0.6,
             self.save: 0.4,
+            self.halve_the_state: 0.5,
+            self.swap: 0.7,
         }
 
     def check(self) -> None:
@@ -239,6 +241,9 @@ class DropIn(SavingWalk):
         self.say(number)
         for params in (self._theirs, self._mine):
             params[number].requires_grad_(not params[number].requires_grad)
+
+    def halve_the_state(self) -> None:
+        self.edit_state(self._whole.optim)
 
     def option(self) -> None:
         number = self.chance.randrange(len(self._groups))

@@ -63,7 +63,14 @@ class Looping(Walk):
             self.reload: 0.5,
             self.copy: 0.3,
             self.add_a_group: 0.2,
+            self.halve_a_gradient: 0.5,
+            self.halve_the_state: 0.5,
+            self.swap: 0.5,
+            self.hook: 0.3,
         }
+
+    def modules(self) -> tuple[nn.Module, nn.Module]:
+        return self._whole.module, self._divided.module
 
     def check(self) -> None:
         pairs = zip(self._whole.params, self._divided.params, strict=True)
@@ -75,7 +82,7 @@ class Looping(Walk):
     # ------------------------------------------------------------------------------ backward
 
     def backward(self, held_back: bool = False) -> None:
-        part = self.chance.choice(["all", "all", "again", "twice", "head", "stem"])
+        part = self.chance.choice(["all", "all", "again", "twice", "head", "stem", "penalty"])
         step = 100 * self._seed + len(self.acts)
         self.acts.append(part)
         with self._divided.no_sync() if held_back else contextlib.nullcontext():
@@ -111,8 +118,12 @@ class Looping(Walk):
         if part == "stem":
             module.get_submodule("stem")(x).square().mean().backward()
             return
-        loss = module(x, taken).square().mean()
-        if part == "again":
+        out = module(x.requires_grad_(), taken)
+        loss = out.square().mean()
+        if part == "penalty":
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            loss = loss + slope.square().mean()
+        elif part == "again":
             loss.backward(retain_graph=True)
         elif part == "twice":
             loss = loss + module(2 * x, taken).square().mean()
@@ -160,6 +171,15 @@ class Looping(Walk):
             self._divided.module.get_parameter("stem.weight").grad = 0.5 * got
         if expected.grad is not None:
             expected.grad = 0.5 * expected.grad
+
+    def halve_a_gradient(self) -> None:
+        for setup in (self._whole, self._divided):
+            grad = setup.module.get_parameter("branches.2.weight").grad
+            if grad is not None:
+                grad.mul_(0.5)
+
+    def halve_the_state(self) -> None:
+        self.edit_state(self._whole.opt)
 
     @torch.no_grad()
     def evaluate(self) -> None:

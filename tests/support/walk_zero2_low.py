@@ -145,6 +145,9 @@ class Low(SavingWalk):
             self.evaluate: 1,
             self.reload: 0.7,
             self.save: 0.5,
+            self.halve_the_state: 0.5,
+            self.swap: 0.7,
+            self.hook: 0.3,
         }
 
     def modules(self) -> tuple[nn.Module, nn.Module]:
@@ -265,6 +268,9 @@ class Low(SavingWalk):
         self._divided.zero_grad()  # where it is noticed; masters follow what was rounded by then
         self._whole.cast(self._trained)
         self._whole.follow()
+
+    def halve_the_state(self) -> None:
+        self.edit_state(self._whole.optim)
 
     def option(self) -> None:
         for opt in (self._whole, self._divided):

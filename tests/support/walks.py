@@ -124,6 +124,40 @@ class Walk:
             elif kind == "all":
                 module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()})
 
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Give all parameters other values, and then their own again."""
+        anew = self.often(0.3)
+        self.say("data" if anew else "values")
+        for module in self.modules():
+            kept = [param.detach().clone() for param in module.parameters()]
+            for param, value in zip(module.parameters(), kept, strict=True):
+                param.copy_(0.5 * value)
+            for param, value in zip(module.parameters(), kept, strict=True):
+                if anew:
+                    param.data = value
+                else:
+                    param.copy_(value)
+
+    def hook(self) -> None:
+        """From now on, a hook halves the gradient of a parameter in each pass."""
+        modules = self.modules()
+        name = self.chance.choice([name for name, p in modules[0].named_parameters()])
+        self.say(name)
+        for module in modules:
+            param = module.get_parameter(name)
+            if param.requires_grad:
+                param.register_hook(lambda grad: 0.5 * grad)
+                param.register_post_accumulate_grad_hook(lambda param: None)
+
+    def edit_state(self, whole: Optimizer) -> None:
+        """Halve what both optimizers keep of their parameters."""
+        for opt in (whole, self.optimizer):
+            for param in list(opt.state):
+                for key, value in opt.state[param].items():
+                    if isinstance(value, Tensor) and key != "step":
+                        value.mul_(0.5)
+
     def schedule(self) -> None:
         """Let the schedulers of both optimizers take a step."""
         with warnings.catch_warnings():
