@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from shardstep.comm import span
 from shardstep.gather import ParamGather
 from shardstep.gradients import GradientSource
@@ -149,8 +151,19 @@ class Pipeline:
     def send(
         self, among: Iterable[int] | None = None, buckets: Collection[int] | None = None
     ) -> None:
-        """Send updated parameters to all ranks. Called on every rank."""
-        self.params.mark_changed(among)
+        """Send updated parameters to all ranks. Called on every rank.
+
+        Autograd is told that these parameters, or all that have a gradient, were written to. A
+        backward pass on the old values then fails on every rank, as after any optimizer's step.
+        """
+        params = self.params.params
+        with torch._C.DisableTorchFunctionSubclass():  # do not wait for parameters in flight
+            changed = (
+                [param for param in params if param.grad is not None]
+                if among is None
+                else [params[index] for index in among]
+            )
+        torch.autograd.graph.increment_version(changed)
         self.gather.launch(buckets)
 
     def detach(self, params: Iterable[int]) -> None:

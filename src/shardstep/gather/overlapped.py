@@ -29,7 +29,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class OverlappedGather(ParamGather):
         self._handles: list[Removable] = []
         if self._overlap:
             self._hook_forward(module)
-        when_freed(self, _remove_after_last, self._flights, self._handles)
+        when_freed(self, self._flights.after_last, partial(remove_hooks, self._handles))
         _alive.add(self)
 
     def _hook_forward(self, module: torch.nn.Module) -> None:
@@ -187,10 +187,6 @@ def _make_root_hook(flights: Flights, compiled: Sequence[CompiledPart]) -> Calla
             flights.wait()
 
     return wait_at_root
-
-
-def _remove_after_last(flights: Flights, handles: Sequence[Removable]) -> None:
-    flights.after_last(lambda: remove_hooks(handles))
 
 
 class Flights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -64,3 +65,12 @@ def piece_gradient(
         return None
     part = grad if piece.entire else flat(grad, stride)[piece.param_interval.slice]
     return part.to(dtype)
+
+
+def refuse_nonfinite(norm: torch.Tensor, norm_type: float, error_if_nonfinite: bool) -> None:
+    """Raise if asked to and the norm is not finite."""
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they "
+            "cannot be clipped; to scale them all the same, pass error_if_nonfinite=False"
+        )

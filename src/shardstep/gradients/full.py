@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
 from typing_extensions import override
 
-from shardstep.gradients.base import GradientSource, piece_gradient
-from shardstep.gradients.clip import refuse_nonfinite, wide_norm
-from shardstep.params.dtensor import is_dtensor, local_gradient, local_part
+from shardstep.gradients.base import GradientSource, piece_gradient, refuse_nonfinite
+from shardstep.params.dtensor import full_value, is_dtensor, local_gradient, local_part
 from shardstep.params.sharded_params import ShardedParams
 from shardstep.plan import Bucket
 from shardstep.precision import MixedPrecision
@@ -80,7 +80,7 @@ class FullGradients(GradientSource):
             return torch.nn.utils.clip_grad_norm_(
                 self._params, max_norm, norm_type, error_if_nonfinite, foreach
             )
-        norm = wide_norm(self._params, dtypes, norm_type)
+        norm = _wide_norm(self._params, dtypes, norm_type)
         refuse_nonfinite(norm, norm_type, error_if_nonfinite)
         # Scaling local parts is right for every placement. Torch 2.11's list functions leave a
         # DTensor that is a partial sum unscaled.
@@ -99,7 +99,7 @@ class FullGradients(GradientSource):
     @override
     def all_norms(self, norm_type: float) -> dict[int, torch.Tensor]:
         return {
-            index: wide_norm([param], [self._precision.step_dtype(param.dtype)], norm_type)
+            index: _wide_norm([param], [self._precision.step_dtype(param.dtype)], norm_type)
             for index, param in enumerate(self._params)
             if param.grad is not None
         }
@@ -135,3 +135,23 @@ def _is_cut(start: int, stop: int, bucket: Bucket) -> bool:
     if not isinstance(cuts, range) or stop <= start:
         return False
     return start // cuts.step != (stop - 1) // cuts.step
+
+
+def _wide_norm(
+    params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], norm_type: float
+) -> torch.Tensor:
+    """Return the norm of the gradients of `params`, each computed in the dtype given for it.
+
+    Called on every rank of a mesh if there are DTensors among them: these count with all parts.
+    """
+    norms = [
+        full_value(torch.linalg.vector_norm(param.grad.detach(), norm_type, dtype=dtype)).to(
+            params[0].device
+        )
+        for param, dtype in zip(params, dtypes, strict=True)
+        if param.grad is not None and param.grad.numel()
+    ]
+    if not norms:
+        return torch.zeros((), device=params[0].device)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm

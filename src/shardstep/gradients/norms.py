@@ -19,8 +19,7 @@ import torch
 from typing_extensions import override
 
 from shardstep.comm import Comm, Operation
-from shardstep.gradients.base import GradientSource
-from shardstep.gradients.clip import clip_norm, unscale
+from shardstep.gradients.base import GradientSource, refuse_nonfinite
 from shardstep.gradients.feeders import Feeder
 from shardstep.gradients.lanes import Lanes
 
@@ -129,24 +128,43 @@ class ShardNorms(GradientSource):
         """Unscale these gradients, with one verdict on all ranks. Called on every rank."""
         self.collect()
         self.announce("unscale", lambda: [list(params), inv_scale.item()])
-        unscale(self._comm, self._to_change(params), found_inf, inv_scale)
+        self._unscale(params, found_inf, inv_scale)
+
+    def _unscale(
+        self, params: Sequence[int], found_inf: torch.Tensor, inv_scale: torch.Tensor
+    ) -> None:
+        grads = self._to_change(params)
+        if grads:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        found_inf.copy_(self._gather(found_inf.reshape(()), Operation.UNSCALE).max())
+
+    def _gather(self, own: torch.Tensor, operation: Operation) -> torch.Tensor:
+        """Return every rank's number, in rank order. Called on every rank."""
+        everyone = torch.zeros(self._comm.world_size, dtype=own.dtype, device=own.device)
+        everyone[self._comm.group_rank] = own
+        self._comm.all_gather(everyone, range(self._comm.world_size + 1), operation).wait()
+        return everyone
 
     def shadow_clip(
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
     ) -> torch.Tensor:
-        """Take part in clipping. Called on every rank."""
+        """Clip the gradients of all ranks by their total norm. Called on every rank.
+
+        If asked to and the norm is not finite, every rank raises before anything is scaled.
+        """
         self.collect()
         self._norms.clear()
-        return clip_norm(
-            self._comm,
-            [tensor for _, tensor in self._pieces],
-            self.params[0].device,
-            self.lanes.norm_dtype,
-            max_norm,
-            norm_type,
-            error_if_nonfinite,
-            foreach,
-        )
+        # Torch would raise for the largest element of an empty gradient, on its owner only.
+        pieces = [tensor for _, tensor in self._pieces]
+        with_grad = [t for t in pieces if t.grad is not None and t.grad.numel()]
+        own = torch.zeros((), dtype=self.lanes.norm_dtype, device=self.params[0].device)
+        if with_grad:
+            grads = [tensor.grad for tensor in with_grad]
+            own = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach).to(own)  # type: ignore[arg-type]
+        norm: torch.Tensor = torch.linalg.vector_norm(self._gather(own, Operation.CLIP), norm_type)
+        refuse_nonfinite(norm, norm_type, error_if_nonfinite)
+        torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm, foreach)
+        return norm
 
     def shadow_unscale(self, params: Sequence[int], inv_scale: float) -> None:
         """Take part in unscaling. Called on every rank."""
@@ -154,4 +172,4 @@ class ShardNorms(GradientSource):
         device = self.params[params[0]].device
         found_inf = torch.zeros((), device=device)
         scale = torch.tensor(inv_scale, device=device)
-        unscale(self._comm, self._to_change(params), found_inf, scale)
+        self._unscale(params, found_inf, scale)

@@ -87,10 +87,7 @@ class GradReducer(ShardNorms):
         self._lockstep = lockstep
         self._lock = threading.RLock()
         self.params = params.params
-        # The numbers of the parameters that train.
-        self.trained: Sequence[int] = [
-            index for index, spec in enumerate(plan.specs) if spec.trainable
-        ]
+        self.trained = params.trained
         dtypes = [precision.step_dtype(spec.dtype) for spec in plan.specs]
         self.widened = frozenset(i for i in self.trained if dtypes[i] != plan.specs[i].dtype)
         self.placeholders: Mapping[int, ShardedGrad] = {

@@ -146,7 +146,7 @@ class Mode(ShardView):
     # ---------------------------------------------------------------------- the plan in force
 
     def _build(self, params: ShardedParams, local: LocalOptimizer) -> Pipeline:
-        self.begun |= {index for index, trains in enumerate(params.trainable) if trains}
+        self.begun.update(params.trained)
         if self._warn:
             self._warn = not warn_of_16_bits(params.plan.specs, optimizer_name(local.optim))
         params.attach()
@@ -344,8 +344,7 @@ class Mode(ShardView):
         try:
             run_on_all_ranks(self.comm, "apply()", act_here)
         finally:
-            trainable = pipeline.params.trainable
-            pipeline.send([index for index, trains in enumerate(trainable) if trains])
+            pipeline.send(pipeline.params.trained)
             frozen.send_changed()
 
     def after_zero_grad(self) -> None:
@@ -383,8 +382,7 @@ class Mode(ShardView):
 
     def detach(self) -> None:
         """Restore plain parameters and remove all hooks. Called on every rank."""
-        trainable = self.pipeline.params.trainable
-        self.pipeline.detach(index for index, trains in enumerate(trainable) if trains)
+        self.pipeline.detach(self.pipeline.params.trained)
 
 
 def evaluated(closure: Closure) -> Closure:

@@ -163,7 +163,7 @@ def register(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> N
             # DDP keeps each gradient in its parameter's strides; the views it hands out are
             # contiguous whatever those are.
             grad = buffer.as_strided(param.shape, param.stride(), grad.storage_offset())
-            inside.offer(index_of[param], grad)
+            inside.feeder.offer(index_of[param], grad)
         if bucket.is_last():
             inside.step_after_ddp()
         return _done(buffer)

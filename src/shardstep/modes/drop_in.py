@@ -36,8 +36,8 @@ class DropIn(Mode):
         if not self.join.shadowing:
             params = self.pipeline.params
             self.watch.check(params.params)
-            self.join.notify()
             if self.join.enabled:
+                self.join.notify()
                 provide_gradients(self.comm, self.plan, self.groups, joined=False)
             else:
                 self._synchronised.check(params.plan.specs, params.params)

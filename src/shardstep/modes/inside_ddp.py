@@ -34,6 +34,9 @@ class InsideDDP(Mode):
     """The step runs inside DDP's backward; `step()` does nothing.
 
     Until a hook ties it to a DDP module, gathers do not overlap and nothing steps.
+
+    Attributes:
+        feeder: takes the gradients in DDP's buckets, if they are reduced here.
     """
 
     title = "inside DDP's backward"
@@ -41,7 +44,7 @@ class InsideDDP(Mode):
     def __init__(self, comm: Comm, join: JoinContext, module: torch.nn.Module | None) -> None:
         super().__init__(comm, join, module)
         self._module: torch.nn.Module | None = None
-        self._feeder = DDPFeeder()
+        self.feeder = DDPFeeder()
         self._stepped_in_backward = False
         # Whether the ranks that have data are taking a step; known on a joined rank.
         self._step_owed = False
@@ -73,11 +76,11 @@ class InsideDDP(Mode):
     def make_gradients(self, params: ShardedParams) -> GradientSource:
         if not self.reduces_gradients:
             return super().make_gradients(params)
-        self._feeder = DDPFeeder()
+        self.feeder = DDPFeeder()
         return GradReducer(
             self.comm,
             params,
-            self._feeder,
+            self.feeder,
             self.precision,
             True,
             None,
@@ -89,10 +92,6 @@ class InsideDDP(Mode):
         if self._module is None:
             return super().make_gather(params)
         return OverlappedGather(self.gather_comm, params, self._module)
-
-    def offer(self, param: int, grad: torch.Tensor) -> None:
-        """Take one parameter's gradient, whose memory DDP leaves alone until the next backward."""
-        self._feeder.offer(param, grad)
 
     # ----------------------------------------------------------------------------------- the step
 
@@ -120,10 +119,9 @@ class InsideDDP(Mode):
 
     @override
     def before_step(self) -> None:
-        if not self.join.shadowing:
+        if self.join.enabled and not self.join.shadowing:
             self.join.notify()
-            if self.join.enabled:
-                self._provide(joined=False)
+            self._provide(joined=False)
         if self.reduces_gradients:
             self.pipeline.gradients.collect()  # notes travel with every round
         else:
@@ -160,11 +158,11 @@ class InsideDDP(Mode):
     def hide_placeholders(self, *args: Any) -> None:
         """Take the placeholders out of `param.grad`, which DDP copies when it rebuilds buckets."""
         if self.reduces_gradients:
-            self._feeder.hide_placeholders()
+            self.feeder.hide_placeholders()
 
     def show_placeholders(self, *args: Any) -> None:
         """Put hidden placeholders back."""
-        self._feeder.show_placeholders()
+        self.feeder.show_placeholders()
 
     @override
     def step(self, closure: Closure | None = None, **kwargs: Any) -> None:

@@ -232,6 +232,7 @@ class ShardedParams:
         self._lengths = [len(group["params"]) for group in groups]
         self.params = params = parameters(groups)
         self.trainable = [spec.trainable for spec in plan.specs]
+        self.trained = [index for index, trains in enumerate(self.trainable) if trains]
         self.frozen = [index for index, trains in enumerate(self.trainable) if not trains]
         self.step_dtypes = step_dtypes
         storage = BucketViews if bucket_views else OwnStorage
@@ -265,14 +266,3 @@ class ShardedParams:
             return None
         names = [spec.name for spec in self.plan.specs]
         return describe_edit(lists, self._lengths, self.params, names)
-
-    def mark_changed(self, among: Iterable[int] | None = None) -> None:
-        """Tell autograd that these parameters, or all that have a gradient, were written to.
-
-        A backward pass on the old values then fails on every rank, as after any optimizer's step.
-        """
-        changed = None if among is None else [self.params[index] for index in among]
-        if changed is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                changed = [param for param in self.params if param.grad is not None]
-        torch.autograd.graph.increment_version(changed)
