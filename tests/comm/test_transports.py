@@ -74,15 +74,17 @@ def transport(name: str) -> Iterator[Comm]:
         mock.patch.object(group, "EXCHANGING", frozenset()),
         mock.patch.object(collectives, "UNEVEN_LISTS", {"gloo"} if name == "lists" else ()),
         mock.patch.object(collectives, "dist", CollectivesOfNccl() if name == "lists" else dist),
+        mock.patch.object(group, "_num_cores", return_value=1000),
     ):
-        yield connect(None)
+        comm = connect(None)
+        yield comm.new_connection() if name == "in turns" else comm
 
 
 each_transport = pytest.mark.parametrize(
     ("name", "world_size"),
     [
         *itertools.product(["messages", "two connections"], [1, 2, 3, 4]),
-        *itertools.product(["broadcasts", "lists"], [2, 3]),
+        *itertools.product(["broadcasts", "lists", "in turns"], [2, 3]),
     ],
 )
 

@@ -7,7 +7,9 @@ Segments travel as messages over Gloo (`gloo.py`), by collectives over other bac
 from __future__ import annotations
 
 import os
+import socket
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +32,12 @@ DIRECT = TAGS.start - 1
 EXCHANGING = frozenset({"gloo"})
 """Backends over which segments travel as messages between ranks."""
 
+NUM_BETWEEN_HOSTS = 2
+"""Collectives that run beside each other if ranks are on several hosts."""
+
+CORES_PER_RANK = 5
+"""Cores that a rank needs for that: for its own threads, and one for each group of NCCL."""
+
 CPU = torch.device("cpu")
 
 _unused: dict[str, list[weakref.ref[dist.ProcessGroup]]] = {}
@@ -39,8 +47,8 @@ _unused: dict[str, list[weakref.ref[dist.ProcessGroup]]] = {}
 class GroupComm(Comm):
     """Communication within a process group, for a rank that works on these accelerators.
 
-    `downwards` is a group of the same ranks for messages to lower ranks. `origin` is the user's
-    group that this one was made from.
+    `downwards` is a group of the same ranks for messages to lower ranks, `beside` are such groups
+    for collectives that run beside each other. `origin` is the user's group that all were made of.
     """
 
     def __init__(
@@ -48,6 +56,7 @@ class GroupComm(Comm):
         group: dist.ProcessGroup,
         devices: Sequence[torch.device] = (),
         downwards: dist.ProcessGroup | None = None,
+        beside: Sequence[dist.ProcessGroup] = (),
         origin: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = self._group = group
@@ -57,7 +66,7 @@ class GroupComm(Comm):
         self._devices = devices
         self._origin = origin or group
         self._exchange = Exchange(group, downwards or group)
-        self._collectives = Collectives(group)
+        self._collectives = Collectives([group, *beside])
         if self._exchanges(self._meeting_device()):
             sleep_at_exit()
 
@@ -151,19 +160,39 @@ class GroupComm(Comm):
         binds = backend is None and not exchanges and len(self._devices) == 1
         num_gloo_groups = 2 if exchanges else int(backend == "gloo")
         noting = noting_connections(num_gloo_groups * (self.world_size - 1))
+        in_parallel = 1 if exchanges or backend else self._num_parallel()
         with noting, _unbound_world(ranks is not None) as unbound:
-            group = dist.new_group(
-                ranks,
-                backend=backend or _backends(self._group),
-                device_id=self._devices[0] if binds and unbound else None,
-                **options,
+            group, *beside = (
+                dist.new_group(
+                    ranks,
+                    backend=backend or _backends(self._group),
+                    device_id=self._devices[0] if binds and unbound else None,
+                    **options,
+                )
+                for _ in range(in_parallel)
             )
             downwards = dist.new_group(ranks, backend="gloo", **options) if exchanges else None
-        comm = GroupComm(group, self._devices, downwards, self._origin)
+        comm = GroupComm(group, self._devices, downwards, beside, self._origin)
         assert comm.group_rank == self.group_rank
-        made = [weakref.ref(each) for each in (group, downwards) if each is not None]
+        made = [weakref.ref(each) for each in (group, downwards, *beside) if each is not None]
         weakref.finalize(comm, _unused.__setitem__, group.group_name, made).atexit = False
         return comm
+
+    def _num_parallel(self) -> int:
+        """Return how many collectives are to run beside each other. Called on every rank.
+
+        NCCL serves a group with one thread. Between hosts without RDMA, that thread is slower than
+        the network, unless it has to wait for a core.
+        """
+        machine = socket.gethostname()
+        # NCCL tells hosts apart in this way.
+        host = os.environ.get("NCCL_HOSTID") or machine
+        said = all_gather_json(self, [host, machine, _num_cores()])
+        num_ranks = Counter(machine for _, machine, _ in said)
+        if len({host for host, _, _ in said}) == 1:
+            return 1
+        crowded = any(cores < CORES_PER_RANK * num_ranks[machine] for _, machine, cores in said)
+        return 1 if crowded else NUM_BETWEEN_HOSTS
 
     def _close_unused(self) -> None:
         """Close connections that no rank uses any more. Called on every rank.
@@ -238,6 +267,11 @@ class GroupComm(Comm):
     def _timeout(self) -> timedelta | None:
         options = getattr(backend_of(self._group, self._meeting_device()), "options", None)
         return getattr(options, "_timeout", None)
+
+
+def _num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _backends(group: dist.ProcessGroup) -> str:
