@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node=2 examples/train.py
 
 It uses one GPU per rank over NCCL, or the CPU over Gloo. Without torchrun it runs as one rank.
-Run it again and it resumes after the last saved epoch, with any number of ranks.
+Run it again and it resumes after the last saved epoch, with any number of ranks. With torchrun's
+--max-restarts=3 it does so by itself after a rank has failed.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep import ZeroRedundancyOptimizer, checkpoint, elastic
 
 
 def make_model() -> nn.Module:
@@ -41,7 +42,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if "RANK" in os.environ:  # started by torchrun
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        elastic.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
     model = make_model().to(device)  # rank 0's weights go to all ranks: no seed is needed
     opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, module=model, lr=3e-3)

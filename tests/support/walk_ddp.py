@@ -134,6 +134,9 @@ class BesideDDP(Walk):
             self.clear: 3,
             self.schedule: 1,
             self.option: 1,
+            self.edit_groups: 0.7,
+            self.evaluate_or_train: 0.5,
+            self.copy: 0.3,
             self.write: 1,
             self.evaluate: 1,
             self.look: 1,
@@ -261,6 +264,15 @@ class BesideDDP(Walk):
             group["lr"] = 0.7 * group["lr"]
             if "weight_decay" in group:
                 group["weight_decay"] = 0.02
+
+    def evaluate_or_train(self) -> None:
+        for setup in self._both:
+            setup.model.train(not setup.model.training)
+
+    def copy(self) -> None:
+        """A copy of the model is a plain one, and has the same numbers."""
+        copied = copy.deepcopy(self._divided.module).state_dict()
+        self.compare("copy", plain(self._whole.module.state_dict()), plain(copied))
 
     @torch.no_grad()
     def evaluate(self) -> None:

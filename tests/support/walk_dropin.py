@@ -153,6 +153,7 @@ class DropIn(SavingWalk):
             self.clip: 1,
             self.freeze: 1.5,
             self.option: 1,
+            self.edit_groups: 0.7,
             self.schedule: 1,
             self.add: 0.4,
             self.write: 2.5,

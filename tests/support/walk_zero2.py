@@ -197,25 +197,6 @@ class Looping(Walk):
         for setup in (self._whole, self._divided):
             setup.opt.zero_grad()
 
-    def edit_groups(self) -> None:
-        kind = self.chance.choice(["rebind", "replace", "add", "delete", "lr"])
-        self.say(kind)
-        for setup in (self._whole, self._divided):
-            groups = setup.opt.param_groups
-            if kind == "rebind":
-                setup.opt.param_groups = [dict(group) for group in groups]
-            elif kind == "replace":
-                groups[0] = {**groups[0], "params": list(groups[0]["params"])}
-            elif kind == "add":
-                groups[0]["initial_lr"] = 3.0
-            elif kind == "delete":
-                groups[0].pop("initial_lr", None)
-            else:
-                groups[0]["lr"] *= 0.8
-        keys = [sorted(s.opt.param_groups[0]) for s in (self._whole, self._divided)]
-        if keys[0] != keys[1]:
-            self.wrong.append(f"options {keys}")
-
     def freeze(self) -> None:
         """While there are no gradients. The next pass goes through the root or a part of it."""
         self._clear_all()

@@ -43,6 +43,7 @@ class Walk:
         wrong: what did not agree.
     """
 
+    _whole: Any
     _divided: Any
     _schedulers: list[Any]
 
@@ -157,6 +158,27 @@ class Walk:
                 for key, value in opt.state[param].items():
                     if isinstance(value, Tensor) and key != "step":
                         value.mul_(0.5)
+
+    def edit_groups(self) -> None:
+        """Edit the groups by hand, in ways that change nothing or an option for a plain class."""
+        whole = getattr(self._whole, "opt", self._whole)
+        whole, divided = getattr(whole, "optim", whole), self.optimizer
+        kind = self.chance.choice(["rebind", "replace", "add", "delete", "lr"])
+        self.say(kind)
+        if kind == "rebind":
+            divided.param_groups = [dict(group) for group in divided.param_groups]
+        elif kind == "replace":
+            first = divided.param_groups[0]
+            divided.param_groups[0] = {**first, "params": list(first["params"])}
+        for opt in (whole, divided):
+            group = opt.param_groups[0]
+            if kind == "add":
+                group["initial_lr"] = 3.0
+            elif kind == "delete":
+                group.pop("initial_lr", None)
+            elif kind == "lr":
+                group["lr"] = 0.8 * group["lr"]
+        self.compare("options", *(sorted(opt.param_groups[0]) for opt in (whole, divided)))
 
     def schedule(self) -> None:
         """Let the schedulers of both optimizers take a step."""
