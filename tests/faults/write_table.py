@@ -59,13 +59,15 @@ only once its receiver has asked for it, and a rank that waits for a gather has 
 note of the next round.
 
 The trials ran over Gloo. Over NCCL, reading the other ranks' answer would hold up the accelerator,
-so a step that raises on one rank is noticed later. (The first case is a test, on CPU ranks that
-share no errors. Neither ran over NCCL.)
+so a step that raises on one rank is noticed later. (`tests/nccl/test_nccl.py` has what follows,
+except the watchdog.)
 
 - The rank catches the error and goes on. Its next note counts one more `step()` that raised.
   Notes of an accelerator are compared one step late: the first step after the failed one is taken,
   and the second raises `OutOfStepError` on every rank, before it updates anything. Parameters stay
   equal on all ranks meanwhile. Load the last checkpoint.
+- With `module=` and `recoverable=True` the host waits for the notes. Then the first step after the
+  failed one raises, and a batch that failed in the loader, forward or backward is skipped as above.
 - The error ends the process. The others wait in their next collective. `torchrun` ends them as soon
   as one process has failed; elsewhere NCCL's watchdog does, after the timeout of the process group.
   Its message names NCCL's operation, not ours; the cause is in the output of the failed rank.
