@@ -179,20 +179,24 @@ def test_new_groups_are_bound_to_the_device_of_the_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "cores", "expected"),
+    ("hosts", "cores", "local_world_size", "expected"),
     [
-        (["a", "b"], [10, 10], 2),  # on one machine, as the ranks of these tests are
-        (["a", "a"], [10, 10], 1),
-        (["a", "b"], [10, 9], 1),
+        (["a", "b"], [10, 10], "1", 2),  # on one machine, as the ranks of these tests are
+        (["a", "a"], [10, 10], "1", 1),
+        (["a", "b"], [10, 9], "1", 1),
+        (["a", "b"], [19, 19], "4", 1),
+        (["a", "b"], [20, 20], "4", 2),
     ],
 )
 @on_ranks(2)
 def test_collectives_take_turns_in_groups_if_there_are_cores_for_them(
-    hosts: list[str], cores: list[int], expected: int
+    hosts: list[str], cores: list[int], local_world_size: str, expected: int
 ) -> None:
     comm = connect(None)
     with (
-        mock.patch.dict(os.environ, NCCL_HOSTID=hosts[comm.group_rank]),
+        mock.patch.dict(
+            os.environ, NCCL_HOSTID=hosts[comm.group_rank], LOCAL_WORLD_SIZE=local_world_size
+        ),
         mock.patch.object(group, "_num_cores", return_value=cores[comm.group_rank]),
     ):
         assert comm._num_parallel() == expected

@@ -187,12 +187,16 @@ class GroupComm(Comm):
         machine = socket.gethostname()
         # NCCL tells hosts apart in this way.
         host = os.environ.get("NCCL_HOSTID") or machine
-        said = all_gather_json(self, [host, machine, _num_cores()])
-        num_ranks = Counter(machine for _, machine, _ in said)
-        if len({host for host, _, _ in said}) == 1:
-            return 1
-        crowded = any(cores < CORES_PER_RANK * num_ranks[machine] for _, machine, cores in said)
-        return 1 if crowded else NUM_BETWEEN_HOSTS
+        # Ranks of other groups may be there, too, which `torchrun` counts.
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        said = all_gather_json(self, [host, machine, _num_cores(), num_local])
+        num_known = Counter(machine for _, machine, _, _ in said)
+        crowded = any(
+            cores < CORES_PER_RANK * max(num_local, num_known[machine])
+            for _, machine, cores, num_local in said
+        )
+        several = len({host for host, _, _, _ in said}) > 1
+        return NUM_BETWEEN_HOSTS if several and not crowded else 1
 
     def _close_unused(self) -> None:
         """Close connections that no rank uses any more. Called on every rank.
