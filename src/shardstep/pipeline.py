@@ -134,7 +134,6 @@ class Pipeline:
             with span("step"):
                 return act()
         finally:
-            self.local.mark_changed()
             gradients.release()
             self.write_back(among)
 

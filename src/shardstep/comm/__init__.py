@@ -3,7 +3,15 @@
 A `Comm` moves raw bytes, so every dtype travels the same way, and counts what this rank sends.
 """
 
-from shardstep.comm.api import Comm, Ledger, SoloComm, all_gather_json, broadcast, span
+from shardstep.comm.api import (
+    Comm,
+    Ledger,
+    SoloComm,
+    all_gather_json,
+    all_gather_rows,
+    broadcast,
+    span,
+)
 from shardstep.comm.group import GroupComm, connect, refuse_stray_rank
 from shardstep.comm.works import Operation, Work
 
@@ -15,6 +23,7 @@ __all__ = [
     "SoloComm",
     "Work",
     "all_gather_json",
+    "all_gather_rows",
     "broadcast",
     "connect",
     "refuse_stray_rank",

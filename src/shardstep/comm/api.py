@@ -104,6 +104,14 @@ def all_gather_json(comm: Comm, value: Any) -> list[Any]:
     return [json.loads(text) for text in comm.all_gather_bytes(json.dumps(value).encode())]
 
 
+def all_gather_rows(comm: Comm, own: torch.Tensor, operation: Operation) -> torch.Tensor:
+    """Return the flat tensors of all ranks, of one length, as rows. Called on every rank."""
+    rows = torch.zeros(comm.world_size, len(own), dtype=own.dtype, device=own.device)
+    rows[comm.group_rank] = own
+    comm.all_gather(rows.view(-1), range(0, rows.numel() + 1, len(own)), operation).wait()
+    return rows
+
+
 NOTHING_TO_DO = Launched("nothing", ())
 
 

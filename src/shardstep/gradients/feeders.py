@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Iterable, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -138,7 +138,7 @@ class AutogradFeeder(Feeder):
         self._aside: set[int] = set()
         for index in self._trained:
             if self._params[index].requires_grad:
-                self._handles.append(_hook(self._params[index], self._reducer, index))
+                self._handles.append(reducer.hook(index))
         _attached.add(self)
 
     def detach(self) -> None:
@@ -198,7 +198,7 @@ class AutogradFeeder(Feeder):
         if not isinstance(grad, ShardedGrad):
             reducer = self._reducer()
             assert reducer is not None
-            reducer.forget([param])
+            reducer.used.clear([param])
             self._placeholders[param].incoming = grad
             self._params[param].grad = self._placeholders[param]
             self._aside.add(param)
@@ -286,22 +286,6 @@ class DDPFeeder(Feeder):
             "gradients that DDP has reduced to their owners can be cleared, but not set to zero: "
             "call zero_grad() without set_to_none=False"
         )
-
-
-def _hook(param: Any, reducer: weakref.ref[GradReducer], index: int) -> RemovableHandle:
-    """Tell `reducer` of each gradient of `param`, after all other hooks, which may change it."""
-
-    def gradient_ready(tensor: torch.Tensor) -> None:
-        target, hooks = reducer(), handle.hooks_dict_ref()
-        if target is not None and hooks is not None:
-            is_last = next(reversed(hooks)) == handle.id
-            if not is_last:
-                # From the next pass on. Torch calls them in the order of insertion.
-                hooks[handle.id] = hooks.pop(handle.id)
-            target.gradient_ready(index, is_last)
-
-    handle: RemovableHandle = param.register_post_accumulate_grad_hook(gradient_ready)
-    return handle
 
 
 def _let_go(

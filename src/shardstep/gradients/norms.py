@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from shardstep.comm import Comm, Operation
+from shardstep.comm import Comm, Operation, all_gather_rows
 from shardstep.gradients.base import GradientSource, refuse_nonfinite
 from shardstep.gradients.feeders import Feeder
 from shardstep.gradients.lanes import Lanes
@@ -65,22 +65,17 @@ class ShardNorms(GradientSource):
     def shadow_norms(self, norm_type: float) -> None:
         """Gather the norm of every gradient. Called on every rank."""
         self.collect()
-        size, dtype = len(self.trained), self.lanes.norm_dtype
         device = self.params[0].device
-        rows = torch.full((self._comm.world_size, size), -1, dtype=dtype, device=device)
+        nothing = torch.full((), -1, dtype=self.lanes.norm_dtype, device=device)
         held = {
             # The largest element of nothing raises.
             param: torch.linalg.vector_norm(grad if grad.numel() else grad.new_zeros(1), norm_type)
             for param, tensor in self._pieces
             if (grad := tensor.grad) is not None
         }
-        own = rows[self._comm.group_rank]
-        norms = [held.get(param, own[0]) for param in self.trained]
         # Stacked and not assigned one by one, which would wait for the accelerator.
-        own.copy_(torch.stack([norm.to(own) for norm in norms]))
-        cuts = range(0, rows.numel() + 1, size)
-        self._comm.all_gather(rows.view(-1), cuts, Operation.CLIP).wait()
-        self._norms[norm_type] = rows
+        own = torch.stack([held.get(param, nothing).to(nothing) for param in self.trained])
+        self._norms[norm_type] = all_gather_rows(self._comm, own, Operation.CLIP)
 
     @override
     def all_norms(self, norm_type: float) -> dict[int, torch.Tensor]:
@@ -136,14 +131,8 @@ class ShardNorms(GradientSource):
         grads = self._to_change(params)
         if grads:
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-        found_inf.copy_(self._gather(found_inf.reshape(()), Operation.UNSCALE).max())
-
-    def _gather(self, own: torch.Tensor, operation: Operation) -> torch.Tensor:
-        """Return every rank's number, in rank order. Called on every rank."""
-        everyone = torch.zeros(self._comm.world_size, dtype=own.dtype, device=own.device)
-        everyone[self._comm.group_rank] = own
-        self._comm.all_gather(everyone, range(self._comm.world_size + 1), operation).wait()
-        return everyone
+        everyone = all_gather_rows(self._comm, found_inf.reshape(1), Operation.UNSCALE)
+        found_inf.copy_(everyone.max())
 
     def shadow_clip(
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
@@ -161,7 +150,8 @@ class ShardNorms(GradientSource):
         if with_grad:
             grads = [tensor.grad for tensor in with_grad]
             own = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach).to(own)  # type: ignore[arg-type]
-        norm: torch.Tensor = torch.linalg.vector_norm(self._gather(own, Operation.CLIP), norm_type)
+        everyone = all_gather_rows(self._comm, own.view(1), Operation.CLIP)
+        norm: torch.Tensor = torch.linalg.vector_norm(everyone.view(-1), norm_type)
         refuse_nonfinite(norm, norm_type, error_if_nonfinite)
         torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm, foreach)
         return norm

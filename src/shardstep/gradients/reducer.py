@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import takewhile
@@ -22,6 +22,7 @@ from types import NoneType
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from shardstep.comm import Comm, span
@@ -98,7 +99,7 @@ class GradReducer(ShardNorms):
         }
         self.lanes = lanes(comm, params, precision)
         self._order = list(self.lanes)
-        self._used = UsedParams(comm, params, self.trained, lockstep)
+        self.used = UsedParams(comm, params, self.trained, lockstep)
         self._phase = Phase.OWED
         self._round: _Round | None = None
         # Whether a round has ended since the last step.
@@ -114,6 +115,10 @@ class GradReducer(ShardNorms):
         return self.lanes.pool_nbytes + self.lanes.nbytes(self._feeder.lends_memory)
 
     # ---------------------------------------------------------------------------------- a round
+
+    def hook(self, param: int) -> RemovableHandle:
+        """Register a hook of autograd that counts each gradient of a parameter in."""
+        return _hook(self.params[param], weakref.ref(self), param)
 
     def gradient_ready(self, param: int, final: bool = True) -> None:
         """Count a gradient in, and launch its bucket if that was the last.
@@ -164,18 +169,14 @@ class GradReducer(ShardNorms):
         with span("reduce", lane.bucket.index):
             taken = self._feeder.take(lane.params)
             pairs = zip(lane.params, taken.grads, strict=True)
-            self._used.clear(taken.cleared, [i for i, grad in pairs if grad is not None])
+            self.used.clear(taken.cleared, [i for i, grad in pairs if grad is not None])
             self.lanes.send(lane, taken)
         if current.launched == len(self._order):
             self._tell(current)
 
     def _tell(self, current: _Round) -> None:
         current.told = True
-        self._used.tell()
-
-    def forget(self, params: Iterable[int]) -> None:
-        """Forget every earlier gradient of these parameters."""
-        self._used.clear(params)
+        self.used.tell()
 
     def expect_backward(self) -> None:
         """End the round with the backward pass that this is called in.
@@ -216,7 +217,7 @@ class GradReducer(ShardNorms):
         self._norms.clear()
         self._lockstep.kept = len(self._feeder.kept())
         if self._lockstep.kept:
-            self._used.fold()
+            self.used.fold()
         else:
             self._forget_all()
         if self._phase is Phase.COLLECTED:
@@ -279,12 +280,12 @@ class GradReducer(ShardNorms):
                 self.shadow_round()
                 types = self._feeder.grad_types()
             self.lanes.wait()
-            used = self._used.among(self.lanes.held)
+            used = self.used.among(self.lanes.held)
             for param, tensor in self._pieces:
                 tensor.grad = self.lanes.grad(param) if param in used else None
             if not self.paused:
                 self._phase = Phase.COLLECTED
-            if not used and self._used.nowhere():
+            if not used and self.used.nowhere():
                 self._drop()  # as for any optimizer, a parameter without gradient has None
         if NoneType in types:
             # The user has cleared some by hand, for this step to leave those parameters alone.
@@ -320,7 +321,7 @@ class GradReducer(ShardNorms):
         with self._lock:
             if self._round is not None and self._round.told:
                 self._finish_round(self._round)
-            if self._round is None and self._fresh and self._used.agrees():
+            if self._round is None and self._fresh and self.used.agrees():
                 raise RuntimeError(
                     "every rank has finished this backward pass, so the others take its step; call "
                     "step() here too, or zero_grad() if all ranks skip the batch"
@@ -331,19 +332,19 @@ class GradReducer(ShardNorms):
             works = []
             for _ in self._lockstep.even_out(self._comm):
                 works += self.lanes.launch_zeros(first)
-                self._used.tell(given_up=True)
+                self.used.tell(given_up=True)
                 first = 0
             for work in works:
                 work.wait()
             self.lanes.wait()
-            self._used.drop()
+            self.used.drop()
             self._drop()
 
     def zero_some(self, params: Sequence[int]) -> None:
         """Set the gradients of these parameters to zero, on this rank's pieces of them."""
         self._feeder.check_zeroing()
         self.lanes.wait()
-        self._used.zero(self._feeder.kept().intersection(params))
+        self.used.zero(self._feeder.kept().intersection(params))
         for index in params:
             accumulated = self.placeholders[index].incoming
             if accumulated is not None:
@@ -361,7 +362,7 @@ class GradReducer(ShardNorms):
         self._forget_all()
 
     def _forget_all(self) -> None:
-        self._used.clear_all()
+        self.used.clear_all()
         self._fresh = False
         self._phase = Phase.OWED
 
@@ -378,7 +379,7 @@ class GradReducer(ShardNorms):
     @override
     def full(self, param: int) -> torch.Tensor | None:
         self.collect()
-        if self.params[param].grad is None or not self._used.among({param}):
+        if self.params[param].grad is None or not self.used.among({param}):
             return None
         return self.lanes.gather_full(param)
 
@@ -402,6 +403,22 @@ class GradReducer(ShardNorms):
         """Clear the reduced gradients of all other parameters, as ranks that have data did."""
         for index in self._feeder.kept().difference(params):
             self.params[index].grad = None
+
+
+def _hook(param: Any, reducer: weakref.ref[GradReducer], index: int) -> RemovableHandle:
+    """Tell `reducer` of each gradient of `param`, after all other hooks, which may change it."""
+
+    def gradient_ready(tensor: torch.Tensor) -> None:
+        target, hooks = reducer(), handle.hooks_dict_ref()
+        if target is not None and hooks is not None:
+            is_last = next(reversed(hooks)) == handle.id
+            if not is_last:
+                # From the next pass on. Torch calls them in the order of insertion.
+                hooks[handle.id] = hooks.pop(handle.id)
+            target.gradient_ready(index, is_last)
+
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(gradient_ready)
+    return handle
 
 
 _reached: weakref.WeakKeyDictionary[GradReducer, None] = weakref.WeakKeyDictionary()

@@ -110,10 +110,13 @@ class LocalOptimizer:
         """Take a step of the optimizer, with a closure only if there is one."""
         if closure is not None:
             kwargs["closure"] = closure
-        with self._no_empty_groups(self.optim, gradients_follow=closure is not None):
-            result = self.optim.step(**kwargs)
-        self._stepped = True
-        return result
+        try:
+            with self._no_empty_groups(self.optim, gradients_follow=closure is not None):
+                result = self.optim.step(**kwargs)
+            self._stepped = True
+            return result
+        finally:
+            self.mark_changed()
 
     def set_mode(self, mode: str, /, *args: Any, **kwargs: Any) -> None:
         """Call the optimizer's `train` or `eval`."""

@@ -339,6 +339,7 @@ class Mode(ShardView):
         def act_here() -> None:
             with pipeline.stepping():
                 frozen.remember()
+                pipeline.local.mark_changed()
                 pipeline.update(HiddenGradients(pipeline.params.shard), act)
 
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardstep.comm import Operation
+from shardstep.comm import Operation, all_gather_rows
 from shardstep.params.dtensor import local_part
 from shardstep.params.flat import flat
 from shardstep.params.same_bits import as_integers
@@ -21,13 +21,9 @@ def verify(shards: ShardView) -> None:
         RuntimeError: naming the first parameter that differs, and the ranks.
     """
     shards.wait_for_params()
-    comm, size = shards.comm, len(shards.params)
     device = shards.params[0].device
     own = [_digest(local_part(param)).to(device) for param in shards.params]
-    everyone = torch.zeros((comm.world_size, size), dtype=torch.int64, device=device)
-    everyone[comm.group_rank] = torch.stack(own)
-    cuts = range(0, everyone.numel() + 1, size)
-    comm.all_gather(everyone.view(-1), cuts, Operation.VERIFY).wait()
+    everyone = all_gather_rows(shards.comm, torch.stack(own), Operation.VERIFY)
     for index, rank in (everyone != everyone[0]).t().nonzero().tolist()[:1]:
         raise RuntimeError(
             f"parameter {shards.plan.specs[index].name!r} differs between ranks 0 and {rank}; "
