@@ -74,7 +74,7 @@ class ZeroRedundancyOptimizer(ModeFront):
             model, but at least 1 MiB over Gloo, 8 MiB over NCCL, and at most 25 MiB.
         overlap: with `module`, whether communication overlaps with backward and forward; the
             numbers are the same without.
-        broadcast_buffers: with `module`, whether its buffers follow rank 0's, as DDP's do.
+        broadcast_buffers: with `module`, whether its buffers go on following rank 0's, as DDP's do.
         recoverable: with `module`, whether `recover()` works on an accelerator, as it does on the
             CPU. The host then waits for all ranks' notes before each step.
         **defaults: options for `optimizer_class`.

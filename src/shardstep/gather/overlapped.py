@@ -14,7 +14,8 @@ read its data waits for the bucket and restores the class. Calls that ask only f
 
 Reads that bypass Python are not seen. A kernel that gets a parameter from C++ is covered by a hook
 on the module that owns the parameter. Not covered are: such a kernel outside that module's forward,
-a function transform or DLPack export of the parameter itself, a tensor on the same memory taken
+a function transform or DLPack export of the parameter itself, torch's constructors such as
+`torch.tensor(param)`, `x.data = param` and `x.set_(param)`, a tensor on the same memory taken
 before the launch, and the replay of a CUDA graph. Construct the optimizer with `overlap=False` for
 those. Compiled and scripted code reads parameters without Python: see `compiled.py`. From the first
 trace on, and for a scripted module, every gather is over when the step returns.
@@ -25,6 +26,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import inspect
 import os
 import threading
 import weakref
@@ -273,7 +275,7 @@ class _InFlight:
     _shardstep_class: type
     _shardstep_flight: tuple[Flights, int]
 
-    # In these two, torch decides by the parameter's class before it reads the data.
+    # In these, torch reads the data without asking, or decides by the parameter's class before.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         Flights.wait_in(self)
@@ -282,6 +284,18 @@ class _InFlight:
     def __reduce_ex__(self, protocol: Any) -> Any:
         Flights.wait_in(self)
         return self.__reduce_ex__(protocol)
+
+    def as_subclass(self, cls: type) -> Any:
+        Flights.wait_in(self)
+        return self.as_subclass(cls)
+
+    def detach(self) -> Any:
+        Flights.wait_in(self)
+        detached: Any = self.detach()
+        # `torch.nn.Parameter(param)` took the class for a user's, which `detach()` has to keep.
+        caller = getattr(inspect.currentframe(), "f_back", None)
+        wrapped = caller is not None and caller.f_code is torch.nn.Parameter.__new__.__code__
+        return detached.as_subclass(type(self)) if wrapped else detached
 
     @classmethod
     def __torch_function__(
