@@ -6,14 +6,15 @@ A `Comm` moves raw bytes, so every dtype travels the same way, and counts what t
 from shardstep.comm.api import (
     Comm,
     Ledger,
+    Operation,
     SoloComm,
+    Work,
     all_gather_json,
     all_gather_rows,
     broadcast,
     span,
 )
 from shardstep.comm.group import GroupComm, connect, refuse_stray_rank
-from shardstep.comm.works import Operation, Work
 
 __all__ = [
     "Comm",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardstep.comm.works import Finish, Operation
+from shardstep.comm.api import Finish, Operation
 
 # torch 2.13 renames these and warns about the old names, the only ones that 2.11 has.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardstep.comm.works import Finish, Operation
+from shardstep.comm.api import Finish, Operation
 
 TAGS = range(1 << 30, 1 << 31)
 """Tags of these messages. The user may have messages in the same group, with small tags."""

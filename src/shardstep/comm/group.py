@@ -19,11 +19,20 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from shardstep.comm.api import NOTHING_TO_DO, Comm, Ledger, SoloComm, all_gather_json
+from shardstep.comm.api import (
+    NOTHING_TO_DO,
+    Comm,
+    Launched,
+    Ledger,
+    Operation,
+    SoloComm,
+    Work,
+    all_gather_json,
+    naming,
+)
 from shardstep.comm.at_exit import noting_connections, sleep_at_exit
 from shardstep.comm.collectives import Collectives, backend_name, backend_of
 from shardstep.comm.gloo import ERROR_NBYTES, TAGS, Exchange
-from shardstep.comm.works import Launched, Operation, Work, naming
 from shardstep.plan.plan import MIN_BUCKET_BYTES
 
 DIRECT = TAGS.start - 1
