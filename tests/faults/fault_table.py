@@ -133,9 +133,7 @@ TRIALS: dict[str, Trial] = {
     "a rank stops for 1.5 s": Trial(Fault("pause", "random"), EQUAL),
     "the link is cut for 1 s": Trial(OUTSIDE, EQUAL, link=cut_briefly),
     "the link is cut": Trial(OUTSIDE, link=lambda host: set_link(host, False)),
-    "the link slows to 1 mbit/s": Trial(
-        OUTSIDE, EQUAL, TWO_MODES, link=lambda host: set_rate(host, "1mbit")
-    ),
+    "the link slows to 1 mbit/s": Trial(OUTSIDE, EQUAL, link=lambda host: set_rate(host, "1mbit")),
     **{
         f"{phase} raises on a rank": Trial(Fault("raise", phase))
         for phase in ("loader", "forward", "backward", "hook", "step")
@@ -152,5 +150,5 @@ TRIALS: dict[str, Trial] = {
     "a rank runs backward once more": Trial(Fault("extra", "extra backward"), modes=TWO_MODES),
     "a rank leaves a step out": Trial(Fault("extra", "no step"), modes=TWO_MODES),
     "the disk is full": Trial(Fault("", "disk"), EQUAL, small_disk=True),
-    "two jobs save to one folder": Trial(Fault(), EQUAL, TWO_MODES, jobs=("a-", "b-")),
+    "two jobs save to one folder": Trial(Fault(), EQUAL, jobs=("a-", "b-")),
 }
