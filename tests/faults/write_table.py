@@ -32,14 +32,17 @@ The same trials are tests, in `tests/faults/`. The timeout of the process group 
 - **raises after the timeout**: the same, {TIMEOUT:g} s later. A rank that is stopped, or cut off,
   cannot be told from a slow one before that.
 - **wrong numbers**: a step was taken with other values than in the run without the fault.
+- An empty cell: there is no such trial. The job of DDP saves nothing. `recover()` needs `module=`.
+  With `register` and the hooks backward takes the step, so there is no closure and no step to leave
+  out.
 
 With this library, no process outlived the timeout by 5 s, no number was wrong, and the newest
 checkpoint loaded, in every trial. Errors of `module=` name the rank and the operation. A timeout
 says what to look for. In the other modes the error may be DDP's.
 
-A rank that ends with an error of its own hangs up before Python takes itself down. Processes that
-it forked, such as workers of a loader, do not keep its connections open. Seconds until the other
-ranks raise (2 and 3 ranks, plain processes on one busy machine):
+A rank that ends with an error closes its connections before Python shuts down. Processes that it
+forked, such as workers of a loader, do not keep them open. Seconds until the other ranks raise (2
+and 3 ranks, plain processes on one busy machine):
 
 | rank 1 | before this was built | now |
 |---|---|---|
@@ -53,10 +56,9 @@ ranks raise (2 and 3 ranks, plain processes on one busy machine):
 Under a drop-in the others wait in DDP's all-reduce; with DDP alone, on a less busy machine, it took
 0.6 to 1.1 s.
 
-An extra backward pass or a step left out cannot be noticed earlier: no round of notes comes in
-between. One rank waits for the other's step, and the other for the next round. Gloo sends a message
-only once its receiver has asked for it, and a rank that waits for a gather has not asked for the
-note of the next round.
+With `module=`, an extra backward pass or a step left out is noticed at the timeout only. One rank
+waits for the other's step, and the other for the next round of reductions. Ranks compare notes in
+rounds, and none comes in between.
 
 The trials ran over Gloo. Over NCCL, reading the other ranks' answer would hold up the accelerator,
 so a step that raises on one rank is noticed later. (`tests/nccl/test_nccl.py` has what follows,
