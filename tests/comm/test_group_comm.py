@@ -171,35 +171,11 @@ def test_new_groups_are_bound_to_the_device_of_the_parameters() -> None:
             made += [connect(None, [torch.zeros(1)]).new_connection()]
             two = [device, torch.device("cuda:4")]
             made += [GroupComm(dist.group.WORLD, two).new_connection()]
-            with mock.patch.object(group, "_num_cores", return_value=16):
+            with mock.patch.object(group, "num_parallel_groups", return_value=2):
                 made += [comm.new_connection()]  # two groups, whose collectives take turns
     assert all(each.group is dist.group.WORLD for each in made)  # kept, so that it stays open
     alone = ["None", "None", "None", "cuda:3", "None", "None", "None", "None"]
     assert asked == [*alone, "cuda:3", "cuda:3"]
-
-
-@pytest.mark.parametrize(
-    ("hosts", "cores", "local_world_size", "expected"),
-    [
-        (["a", "b"], [10, 10], "1", 2),  # on one machine, as the ranks of these tests are
-        (["a", "a"], [10, 10], "1", 1),
-        (["a", "b"], [10, 9], "1", 1),
-        (["a", "b"], [19, 19], "4", 1),
-        (["a", "b"], [20, 20], "4", 2),
-    ],
-)
-@on_ranks(2)
-def test_collectives_take_turns_in_groups_if_there_are_cores_for_them(
-    hosts: list[str], cores: list[int], local_world_size: str, expected: int
-) -> None:
-    comm = connect(None)
-    with (
-        mock.patch.dict(
-            os.environ, NCCL_HOSTID=hosts[comm.group_rank], LOCAL_WORLD_SIZE=local_world_size
-        ),
-        mock.patch.object(group, "_num_cores", return_value=cores[comm.group_rank]),
-    ):
-        assert comm._num_parallel() == expected
 
 
 @on_ranks(2)

@@ -74,7 +74,7 @@ def transport(name: str) -> Iterator[Comm]:
         mock.patch.object(group, "EXCHANGING", frozenset()),
         mock.patch.object(collectives, "UNEVEN_LISTS", {"gloo"} if name == "lists" else ()),
         mock.patch.object(collectives, "dist", CollectivesOfNccl() if name == "lists" else dist),
-        mock.patch.object(group, "_num_cores", return_value=1000),
+        mock.patch.object(group, "num_parallel_groups", return_value=2),
     ):
         comm = connect(None)
         yield comm.new_connection() if name == "in turns" else comm

@@ -7,9 +7,7 @@ Segments travel as messages over Gloo (`gloo.py`), by collectives over other bac
 from __future__ import annotations
 
 import os
-import socket
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -33,6 +31,7 @@ from shardstep.comm.api import (
 from shardstep.comm.at_exit import noting_connections, sleep_at_exit
 from shardstep.comm.collectives import Collectives, backend_name, backend_of
 from shardstep.comm.gloo import ERROR_NBYTES, TAGS, Exchange
+from shardstep.comm.hosts import num_parallel_groups
 from shardstep.plan.plan import MIN_BUCKET_BYTES
 
 DIRECT = TAGS.start - 1
@@ -40,12 +39,6 @@ DIRECT = TAGS.start - 1
 
 EXCHANGING = frozenset({"gloo"})
 """Backends over which segments travel as messages between ranks."""
-
-NUM_BETWEEN_HOSTS = 2
-"""Collectives that run beside each other if ranks are on several hosts."""
-
-CORES_PER_RANK = 5
-"""Cores that a rank needs for that: for its own threads, and one for each group of NCCL."""
 
 CPU = torch.device("cpu")
 
@@ -169,7 +162,7 @@ class GroupComm(Comm):
         binds = backend is None and not exchanges and len(self._devices) == 1
         num_gloo_groups = 2 if exchanges else int(backend == "gloo")
         noting = noting_connections(num_gloo_groups * (self.world_size - 1))
-        in_parallel = 1 if exchanges or backend else self._num_parallel()
+        in_parallel = 1 if exchanges or backend else num_parallel_groups(self)
         with noting, _unbound_world(ranks is not None) as unbound:
             group, *beside = (
                 dist.new_group(
@@ -186,26 +179,6 @@ class GroupComm(Comm):
         made = [weakref.ref(each) for each in (group, downwards, *beside) if each is not None]
         weakref.finalize(comm, _unused.__setitem__, group.group_name, made).atexit = False
         return comm
-
-    def _num_parallel(self) -> int:
-        """Return how many collectives are to run beside each other. Called on every rank.
-
-        NCCL serves a group with one thread. Between hosts without RDMA, that thread is slower than
-        the network, unless it has to wait for a core.
-        """
-        machine = socket.gethostname()
-        # NCCL tells hosts apart in this way.
-        host = os.environ.get("NCCL_HOSTID") or machine
-        # Ranks of other groups may be there, too, which `torchrun` counts.
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        said = all_gather_json(self, [host, machine, _num_cores(), num_local])
-        num_known = Counter(machine for _, machine, _, _ in said)
-        crowded = any(
-            cores < CORES_PER_RANK * max(num_local, num_known[machine])
-            for _, machine, cores, num_local in said
-        )
-        several = len({host for host, _, _, _ in said}) > 1
-        return NUM_BETWEEN_HOSTS if several and not crowded else 1
 
     def _close_unused(self) -> None:
         """Close connections that no rank uses any more. Called on every rank.
@@ -280,11 +253,6 @@ class GroupComm(Comm):
     def _timeout(self) -> timedelta | None:
         options = getattr(backend_of(self._group, self._meeting_device()), "options", None)
         return getattr(options, "_timeout", None)
-
-
-def _num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _backends(group: dist.ProcessGroup) -> str:
