@@ -120,7 +120,10 @@ class Sharded:
             for index, param in params.items():
                 owner = f"parameter {names[index]!r}"
                 if names[index] not in saved:
-                    raise ValueError(f"the sharded state dict has no entry for {owner}")
+                    raise ValueError(
+                        f"the sharded state dict has no entry for {owner}; load it into the model "
+                        "that it was saved from"
+                    )
                 states[index] = from_portable(param.kept.node, saved[names[index]], owner)
             for key, (node, _) in described.items():
                 global_state[key] = from_portable(node, saved.get(str(key)), f"state {key!r}")
