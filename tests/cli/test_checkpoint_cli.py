@@ -87,6 +87,13 @@ def test_inspect_shows_what_is_in_a_checkpoint(path: Path) -> None:
     assert "'exp_avg_sq' of '0.weight'" in succeeds("inspect", path, "--tensors")
 
 
+def test_inspect_says_which_file_is_missing(path: Path) -> None:
+    (path / "optimizer.safetensors").unlink()
+    result = shardstep("inspect", path)
+    assert result.exit_code == 1
+    assert "missing" in next(line for line in result.stdout.splitlines() if "optimizer.saf" in line)
+
+
 def test_inspect_says_the_same_in_json(path: Path) -> None:
     said = json.loads(succeeds("inspect", path, "--json", "--tensors"))
     optimizer = said["optimizer"]

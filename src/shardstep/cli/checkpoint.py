@@ -240,7 +240,7 @@ def _summary_report(said: Mapping[str, Any]) -> RenderableType:
         parts.append(groups)
     files = _table("file", "bytes>")
     for name, nbytes in said["files"].items():
-        files.add_row(_text(name), f"{nbytes:,}")
+        files.add_row(_text(name), "missing" if name in said["missing"] else f"{nbytes:,}")
     parts.append(files)
     if "tensors" in said:
         tensors = _table("tensor", "dtype", "shape", "bytes>", "chunks>", "files")

@@ -16,6 +16,7 @@ from shardstep.checkpoint.files import (
     VERSION,
     CheckpointError,
     Manifest,
+    length_of,
     require_folder,
     status_of,
 )
@@ -52,6 +53,9 @@ def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str,
             "made_by": contents.made_by,
             "nbytes": manifest.nbytes,
             "files": {name: digest.nbytes for name, digest in sorted(manifest.files.items())},
+            "missing": sorted(
+                name for name in manifest.files if length_of(checkpoint.path / name) is None
+            ),
             "damage": None,
             "optimizer": contents.optimizer and _optimizer(contents.optimizer),
             "model": contents.model and _model(contents.model),
