@@ -28,7 +28,7 @@ from traffic import counted
 from demo.gpt import GPT, GPT_17M, GPTConfig
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.gradients.lockstep import Lockstep
-from shardstep.gradients.unsynchronised import STEPS
+from shardstep.modes.drop_in import CHECKED_STEPS
 from shardstep.plan import share
 
 # -------------------------------------------------------------------------------- subgroups
@@ -179,7 +179,7 @@ def _traffic(config: GPTConfig, layout: str, view: bool) -> list[tuple[int, int,
         if param.requires_grad:
             param.grad = torch.zeros_like(param)
     found = []
-    for _ in range(STEPS):
+    for _ in range(CHECKED_STEPS):
         opt.step()  # compares some gradients
     for _ in range(2):
         traffic.reset()

@@ -30,7 +30,7 @@ from traffic import counted
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.gradients.lockstep import Lockstep
-from shardstep.gradients.unsynchronised import STEPS
+from shardstep.modes.drop_in import CHECKED_STEPS
 from shardstep.plan import share
 
 SHAPES = [(53, 17), (7,), (131, 67), (), (64,), (0,), (1009,), (40, 33)]
@@ -177,7 +177,7 @@ def test_a_step_without_changes_is_one_gather_per_bucket_a_note_and_a_verdict() 
     params = make_params(SHAPES, frozen=(1, 2))
     with counted() as traffic:
         opt = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)
-    train(opt, params, range(STEPS))  # compares some gradients
+    train(opt, params, range(CHECKED_STEPS))  # compares some gradients
     traffic.reset()
     train(opt, params, range(5))
     assert traffic.calls.total() == 15

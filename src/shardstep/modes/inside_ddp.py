@@ -78,13 +78,7 @@ class InsideDDP(Mode):
             return super().make_gradients(params)
         self.feeder = DDPFeeder()
         return GradReducer(
-            self.comm,
-            params,
-            self.feeder,
-            self.precision,
-            True,
-            None,
-            self.lockstep,
+            self.comm, params, self.feeder, self.precision, True, None, self.lockstep
         )
 
     @override

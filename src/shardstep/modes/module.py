@@ -111,14 +111,9 @@ class ModuleMode(Mode):
     @override
     def make_gradients(self, params: ShardedParams) -> GradReducer:
         self._feeder = AutogradFeeder()
+        overlap, join, lockstep = self._overlap, self.join, self.lockstep
         self._reducer = GradReducer(
-            self.comm,
-            params,
-            self._feeder,
-            self.precision,
-            self._overlap,
-            self.join,
-            self.lockstep,
+            self.comm, params, self._feeder, self.precision, overlap, join, lockstep
         )
         return self._reducer
 
