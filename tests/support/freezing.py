@@ -78,6 +78,17 @@ def freeze_before_forward_or_before_clearing(new: New) -> list[Tensor]:
     return seen
 
 
+@scenario(modes=APART)
+def freeze_everything_for_some_steps(setup: Setup) -> list[Tensor]:
+    losses = train(setup, MLP_PROBLEM, range(2))
+    setup.module.requires_grad_(False)
+    for _ in range(3):
+        setup.finish()
+    setup.module.requires_grad_(True)
+    renew(setup)
+    return losses + train(setup, MLP_PROBLEM, range(2, 4))
+
+
 @scenario(modes=APART, many=True)
 def freeze_between_backward_and_step(new: New) -> list[Tensor]:
     """The gradients that are there are used, and none is lost."""

@@ -309,6 +309,27 @@ def buffers_of_rank_0_or_of_each_rank(new: New) -> list[Tensor]:
     return each[0] + each[1]
 
 
+class Conjugating(nn.Module):
+    """The gradient of its complex weight is a lazily conjugated tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 130), nn.Linear(70, 4)
+        self.weight = nn.Parameter(0.1 * torch.randn(130, 70, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).to(self.weight.dtype) @ self.weight.conj()
+        return self.last(hidden.real + hidden.imag)
+
+
+CONJUGATING = Problem(Conjugating, MLP_PROBLEM.loss)
+
+
+@scenario(CONJUGATING, modes=(*APART, "hook"), kinds=[SGD], gradient_as_bucket_view=False)
+def complex_parameters(setup: Setup) -> list[Tensor]:
+    return train(setup, CONJUGATING, range(4))
+
+
 class Remembering(nn.Module):
     """Buffers that backward needs: one that is replaced, and those of batch norm."""
 

@@ -226,9 +226,10 @@ class Flights:
             errors.wait()
 
     def wait(self) -> None:
-        """Wait for all buckets."""
+        """Wait for all buckets, and for the errors of a step that had none to send."""
         for number in list(self.works):
             self.wait_for(number)
+        self.wait_for_errors()
 
     def wait_for(self, bucket: int) -> None:
         """Wait until the parameters of `bucket` have arrived."""

@@ -80,7 +80,7 @@ def _sample(param: torch.Tensor) -> list[float]:
     grad = param.grad
     if grad is None or is_dtensor(grad) or grad.layout is not torch.strided or not grad.numel():
         return []
-    real = torch.view_as_real(grad) if grad.is_complex() else grad
+    real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
     flat = real.detach().flatten()
     values = flat[:: max(1, flat.numel() // CHECKED_ELEMENTS)][:CHECKED_ELEMENTS].float().cpu()
     return list(values.nan_to_num(0.0, 0.0, 0.0).tolist())

@@ -132,7 +132,7 @@ def provide_gradients(
                 param = params[piece.param]
                 if joined and param.grad is None:
                     param.grad = torch.zeros_like(param)
-                part = flat(param.grad, param.stride())[piece.param_interval.slice]
+                part = flat(param.grad.resolve_conj(), param.stride())[piece.param_interval.slice]
                 raw = part.view(torch.uint8)
                 if joined:
                     comm.receive(raw, source)
