@@ -136,6 +136,10 @@ def test_the_table_compares_methods_and_the_picture_is_drawn(tmp_path: Path) -> 
         (("--model", "gpt2-124m", "--ranks", "0"), "numbers from 1 to 16,384"),
         (("--model", "gpt2-124m", "--link", "fast"), "such as 100gbit"),
         (("--model", "gpt2-124m", "--optimizer", "Adan"), "torch.optim has no such class"),
+        (
+            ("--model", "resnet50", "--optimizer", "Muon+AdamW"),
+            "first class would get no parameter",
+        ),
         (("--model", "gpt2-124m", "--option", "lr"), "expected name=value"),
         (("--import", "no.such:thing"), "No module named 'no'"),
         (("--import", "test_plan_cli:broken"), "test_plan_cli:broken: KeyError: 'vocab'"),

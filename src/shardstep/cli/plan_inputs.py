@@ -99,6 +99,11 @@ def make_job(
         )
         for spec in specs
     ]
+    if len(classes) > 1 and all(spec.group == 1 for spec in specs):
+        raise ValueError(
+            f"--optimizer {optimizer}: the first class would get no parameter: none is a matrix in "
+            "a numbered block, such as 'blocks.0.up.weight'; give one class"
+        )
     specs.sort(key=lambda spec: spec.group)
     groups: list[dict[str, Any]] = [{"params": []} for _ in classes]
     for spec in specs:
