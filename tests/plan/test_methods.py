@@ -20,7 +20,8 @@ from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.layouts.state_size import slice_state, tensor_nbytes, tensor_state
 from shardstep.params.sharded_params import OwnStorage
-from shardstep.plan import ParamSpec, StateSize, pool_sizes, shares
+from shardstep.plan import ParamSpec, ShardPlan, StateSize, messages_of, pool_sizes, shares
+from shardstep.plan.messages import message_lengths
 from shardstep.plan.methods import Job, block_of, fewest_ranks
 from shardstep.plan.models import MODELS, model
 
@@ -40,6 +41,19 @@ COUNTS = {
 
 def test_known_models_have_the_published_numbers_of_parameters() -> None:
     assert {name: sum(spec.numel for spec in model(name)) for name in MODELS} == COUNTS
+
+
+@pytest.mark.parametrize("layout", ["sliced", "whole"])
+def test_planned_messages_are_as_long_as_those_that_are_sent(layout: Any) -> None:
+    specs = [replace(spec, layout=layout) for spec in model("llama3-1b")]
+    several = 0
+    for world_size in (2, 7, 512):
+        for bucket in ShardPlan.make(specs, world_size, layout, 25 * 2**20).training_buckets:
+            sent = [message.numel for message in messages_of(bucket, 2)]
+            assert message_lengths(bucket, 2) == sent
+            assert sum(sent) >= bucket.numel
+            several += len(sent) > 1
+    assert several, "no bucket travels in several messages"
 
 
 KINDS: list[tuple[Any, dict[str, Any]]] = [

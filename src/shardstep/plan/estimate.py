@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from shardstep.plan.messages import POOL, messages_of
+from shardstep.plan.messages import POOL, message_lengths
 from shardstep.plan.placement import Bucket, aligned
 from shardstep.plan.plan import ShardPlan
 
@@ -162,8 +162,8 @@ def pool_sizes(plan: ShardPlan, policy: DtypePolicy) -> dict[tuple[str, int], in
     number = 0
     for bucket in reversed(plan.training_buckets) if plan.world_size > 1 else ():
         itemsize = policy.wire_dtype(bucket.dtype).itemsize
-        for message in messages_of(bucket, itemsize):
+        for numel in message_lengths(bucket, itemsize):
             place = (bucket.device, number % POOL)
-            sizes[place] = max(sizes.get(place, 0), message.numel * itemsize)
+            sizes[place] = max(sizes.get(place, 0), numel * itemsize)
             number += 1
     return sizes

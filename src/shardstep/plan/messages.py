@@ -59,21 +59,43 @@ class Message:
 def messages_of(bucket: Bucket, itemsize: int) -> list[Message]:
     """Divide a bucket into messages; `itemsize` is that of an element on the wire."""
     world_size = len(bucket.cuts) - 1
-    floor = world_size * ALIGNMENT * MIN_SEGMENT_UNITS
+    stretches, lengths = _divide(bucket, itemsize)
+    if len(stretches) == 1:
+        return [Message(bucket, Interval(0, bucket.numel), bucket.cuts)]
+    found = []
+    for stretch in stretches:
+        cuts: Sequence[int] = range(0, world_size * stretch.numel + 1, stretch.numel)
+        if not bucket.even:
+            cuts = tuple(accumulate((_held(length, stretch) for length in lengths), initial=0))
+        found.append(Message(bucket, stretch, cuts))
+    return found
+
+
+def message_lengths(bucket: Bucket, itemsize: int) -> list[int]:
+    """Return the length of each message, as fast for many ranks of which few own anything."""
+    stretches, lengths = _divide(bucket, itemsize)
+    if len(stretches) == 1:
+        return [bucket.numel]
+    if bucket.even:
+        return [(len(bucket.cuts) - 1) * stretch.numel for stretch in stretches]
+    owners = [length for length in lengths if length]
+    return [sum(_held(length, stretch) for length in owners) for stretch in stretches]
+
+
+def _divide(bucket: Bucket, itemsize: int) -> tuple[list[Interval], list[int]]:
+    """Return the stretch of each message, and the lengths of segments: one if all are equal."""
+    floor = (len(bucket.cuts) - 1) * ALIGNMENT * MIN_SEGMENT_UNITS
     count = -(-bucket.numel // max(floor, MAX_MESSAGE_BYTES // itemsize))
     if count <= 1:
-        return [Message(bucket, Interval(0, bucket.numel), bucket.cuts)]
+        return [Interval(0, bucket.numel)], []
     cuts = bucket.cuts[:2] if bucket.even else bucket.cuts  # with many ranks, that is long
     lengths = [stop - start for start, stop in pairwise(cuts)]
     longest = max(lengths)
     step = -(-longest // (count * ALIGNMENT)) * ALIGNMENT
-    found = []
-    for start in range(0, longest, step):
-        stretch = Interval(start, min(start + step, longest))
-        if bucket.even:
-            cuts = range(0, world_size * stretch.numel + 1, stretch.numel)
-        else:
-            held = (min(length, stretch.stop) - min(length, start) for length in lengths)
-            cuts = tuple(accumulate(held, initial=0))
-        found.append(Message(bucket, stretch, cuts))
-    return found
+    starts = range(0, longest, step)
+    return [Interval(start, min(start + step, longest)) for start in starts], lengths
+
+
+def _held(length: int, stretch: Interval) -> int:
+    """Return the number of elements in a stretch of a segment of this length."""
+    return min(length, stretch.stop) - min(length, stretch.start)

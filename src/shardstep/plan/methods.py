@@ -16,7 +16,7 @@ from functools import cached_property
 from statistics import fmean
 
 from shardstep.plan.estimate import DtypePolicy, Share, StateSize, pool_sizes, shares
-from shardstep.plan.messages import messages_of
+from shardstep.plan.messages import message_lengths
 from shardstep.plan.placement import aligned
 from shardstep.plan.plan import ShardPlan
 from shardstep.plan.spec import ParamSpec
@@ -92,9 +92,9 @@ class Job:
         """ZeRO-1 under DDP, without `module=`."""
         plan = self.plan(world_size)
         messages = [
-            message.numel * bucket.dtype.itemsize
+            numel * bucket.dtype.itemsize
             for bucket in plan.training_buckets
-            for message in messages_of(bucket, bucket.dtype.itemsize)
+            for numel in message_lengths(bucket, bucket.dtype.itemsize)
         ]
         return self._sharded(
             plan,
