@@ -57,9 +57,9 @@ def gradient_bytes(model: nn.Module, optimizer: Any) -> int | None:
     owners = [*model.parameters(), *(p for g in optimizer.param_groups for p in g["params"])]
     held: dict[int, int] = {}
     for owner in owners:
-        keeper = getattr(owner.grad, "keeper", None)
-        if keeper is not None:  # ours stands in for a gradient that lies with its keeper
-            held[id(keeper)] = keeper.nbytes
+        reducer = getattr(owner.grad, "reducer", None)
+        if reducer is not None:  # ours is a placeholder; its reducer has the numbers
+            held[id(reducer)] = reducer.nbytes
             continue
         for grad in _local_tensors(owner.grad):
             storage = grad.untyped_storage()
