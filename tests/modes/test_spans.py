@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import MLP
+from models import MLP, noise
 from on_ranks import on_ranks
 from torch import optim
 from torch.profiler import ProfilerActivity, profile
@@ -33,3 +33,24 @@ def test_a_profiler_shows_named_spans(module: bool) -> None:
     buckets = [bucket.index for bucket in opt.plan.training_buckets]
     assert len(buckets) > 1
     assert {"step", *(f"{kind} bucket {b}" for kind in kinds for b in buckets)} <= names
+
+
+def _profiled() -> None:
+    model = MLP()
+    opt = ZeroRedundancyOptimizer(
+        model.parameters(), optim.SGD, module=model, bucket_bytes=1, lr=0.1, momentum=0.9
+    )
+    losses = []
+    with profile():
+        for step in range(3):
+            loss = model(noise(step, 6, 16)).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.detach())
+
+
+@on_ranks(2)
+def test_a_profiler_may_stop_while_messages_are_in_flight() -> None:
+    for _ in range(18):
+        _profiled()

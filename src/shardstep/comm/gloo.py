@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 from shardstep.comm.api import Finish, Operation
 
@@ -129,7 +130,16 @@ class _Message:
 
     def __init__(self, launch: Callable[[], Any], peer: str) -> None:
         self._peer = peer
-        self._work = self._named(launch)
+        # Torch ends a profiler's record of a message when the message is waited for. If the
+        # profiler has stopped by then, that writes to freed memory.
+        recorded = profiler._is_profiler_enabled
+        if recorded:
+            torch._C._autograd._enable_record_function(False)
+        try:
+            self._work = self._named(launch)
+        finally:
+            if recorded:
+                torch._C._autograd._enable_record_function(True)
 
     def wait(self) -> None:
         """Wait for it."""
