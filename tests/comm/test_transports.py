@@ -74,17 +74,15 @@ def transport(name: str) -> Iterator[Comm]:
         mock.patch.object(group, "EXCHANGING", frozenset()),
         mock.patch.object(collectives, "UNEVEN_LISTS", {"gloo"} if name == "lists" else ()),
         mock.patch.object(collectives, "dist", CollectivesOfNccl() if name == "lists" else dist),
-        mock.patch.object(group, "num_parallel_groups", return_value=2),
     ):
-        comm = connect(None)
-        yield comm.new_connection() if name == "in turns" else comm
+        yield connect(None)
 
 
 each_transport = pytest.mark.parametrize(
     ("name", "world_size"),
     [
         *itertools.product(["messages", "two connections"], [1, 2, 3, 4]),
-        *itertools.product(["broadcasts", "lists", "in turns"], [2, 3]),
+        *itertools.product(["broadcasts", "lists"], [2, 3]),
     ],
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,17 +23,17 @@ On other backends each segment is a separate broadcast or reduction, in rank ord
 
 
 class Collectives:
-    """Collectives that take turns in groups of the same ranks, and so run beside each other."""
+    """The collectives of one group."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._turns = cycle(groups)
-        self._rank = dist.get_rank(groups[0])
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
 
     def all_gather(
         self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation
     ) -> list[Any]:
         """Gather all segments into `buffer`. Called on every rank."""
-        group = next(self._turns)
+        group = self._group
         data = buffer.view(torch.uint8)
         segments = _segments(data, [cut * buffer.itemsize for cut in cuts])
         own = segments[self._rank]
@@ -51,7 +51,7 @@ class Collectives:
         self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
     ) -> tuple[list[Any], Finish | None]:
         """Reduce each segment to its owner. Called on every rank."""
-        group = next(self._turns)
+        group = self._group
         segments = _segments(buffer, cuts)
         own = segments[self._rank]
         total = out if out.dtype == buffer.dtype else own  # in place; `out` takes it at the end

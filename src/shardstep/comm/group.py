@@ -31,7 +31,6 @@ from shardstep.comm.api import (
 from shardstep.comm.at_exit import noting_connections, sleep_at_exit
 from shardstep.comm.collectives import Collectives, backend_name, backend_of
 from shardstep.comm.gloo import ERROR_NBYTES, TAGS, Exchange
-from shardstep.comm.hosts import num_parallel_groups
 from shardstep.plan.plan import MIN_BUCKET_BYTES
 
 DIRECT = TAGS.start - 1
@@ -49,8 +48,8 @@ _unused: dict[str, list[weakref.ref[dist.ProcessGroup]]] = {}
 class GroupComm(Comm):
     """Communication within a process group, for a rank that works on these accelerators.
 
-    `downwards` is a group of the same ranks for messages to lower ranks, `beside` are such groups
-    for collectives that run beside each other. `origin` is the user's group that all were made of.
+    `downwards` is a group of the same ranks for messages to lower ranks. `origin` is the user's
+    group that this one was made from.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class GroupComm(Comm):
         group: dist.ProcessGroup,
         devices: Sequence[torch.device] = (),
         downwards: dist.ProcessGroup | None = None,
-        beside: Sequence[dist.ProcessGroup] = (),
         origin: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = self._group = group
@@ -68,7 +66,7 @@ class GroupComm(Comm):
         self._devices = devices
         self._origin = origin or group
         self._exchange = Exchange(group, downwards or group)
-        self._collectives = Collectives([group, *beside])
+        self._collectives = Collectives(group)
         if self._exchanges(self._meeting_device()):
             sleep_at_exit()
 
@@ -162,21 +160,17 @@ class GroupComm(Comm):
         binds = backend is None and not exchanges and len(self._devices) == 1
         num_gloo_groups = 2 if exchanges else int(backend == "gloo")
         noting = noting_connections(num_gloo_groups * (self.world_size - 1))
-        in_parallel = 1 if exchanges or backend else num_parallel_groups(self)
         with noting, _unbound_world(ranks is not None) as unbound:
-            group, *beside = (
-                dist.new_group(
-                    ranks,
-                    backend=backend or _backends(self._group),
-                    device_id=self._devices[0] if binds and unbound else None,
-                    **options,
-                )
-                for _ in range(in_parallel)
+            group = dist.new_group(
+                ranks,
+                backend=backend or _backends(self._group),
+                device_id=self._devices[0] if binds and unbound else None,
+                **options,
             )
             downwards = dist.new_group(ranks, backend="gloo", **options) if exchanges else None
-        comm = GroupComm(group, self._devices, downwards, beside, self._origin)
+        comm = GroupComm(group, self._devices, downwards, self._origin)
         assert comm.group_rank == self.group_rank
-        made = [weakref.ref(each) for each in (group, downwards, *beside) if each is not None]
+        made = [weakref.ref(each) for each in (group, downwards) if each is not None]
         weakref.finalize(comm, _unused.__setitem__, group.group_name, made).atexit = False
         return comm
 
