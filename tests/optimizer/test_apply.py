@@ -355,6 +355,15 @@ def test_not_within_join() -> None:
         opt.eval()
 
 
+@on_ranks(2, raises=ValueError, match="param_groups was edited by hand")
+def test_groups_that_were_edited_are_named_with_frozen_parameters_too() -> None:
+    net = Net()
+    next(net.parameters()).requires_grad_(False)
+    opt = ZeroRedundancyOptimizer(net.parameters(), optim.SGD)
+    opt.param_groups[0]["params"].reverse()
+    opt.apply(lambda local: None)
+
+
 @pytest.mark.parametrize(
     "make", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"]
 )

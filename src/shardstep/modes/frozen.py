@@ -28,7 +28,7 @@ class FrozenPieces:
             for piece in params.shard.pieces
             if comm.world_size > 1 and not params.trainable[piece.param]
         ]
-        self._before: list[torch.Tensor] = []
+        self._before: list[tuple[Piece, torch.Tensor]] = []
 
     def _part(self, piece: Piece) -> torch.Tensor:
         param = local_part(self._params.params[piece.param])
@@ -36,12 +36,12 @@ class FrozenPieces:
 
     def remember(self) -> None:
         """Copy the pieces as they are now."""
-        self._before = [self._part(piece).clone() for piece in self._pieces]
+        self._before = [(piece, self._part(piece).clone()) for piece in self._pieces]
 
     def _changed(self) -> list[int]:
         return [
             piece.param
-            for piece, before in zip(self._pieces, self._before, strict=True)
+            for piece, before in self._before
             if not same_bits(self._part(piece), before)
         ]
 
