@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import graphs  # noqa: F401  # the scenarios
 import loops  # noqa: F401
 import pytest
+import torch
 from ddp_ways import overlapping
-from models import ADAMW, MLP, MLP_PROBLEM, noise, rank, train, with_zero
+from models import ADAMW, MLP, MLP_PROBLEM, SGD, noise, rank, train, with_zero
 from on_ranks import on_ranks
+from problems import differing
 from ranks import run_ranks
 from scenarios import MODULE, compared
 
+from shardstep import BatchSkippedError
+from shardstep.gradients.lanes import Lanes
 from shardstep.plan import messages
 
 SHORT: dict[str, Any] = {"MAX_MESSAGE_BYTES": 4096, "MIN_SEGMENT_UNITS": 1}
@@ -67,3 +75,48 @@ def test_register_keeps_reduced_gradients_in_the_buckets_of_ddp() -> None:
     lanes: Any = setup.opt.mode.pipeline.gradients.lanes
     assert all(lanes.grad(param) is not None for param in lanes.held)
     assert all(lane.shard is None for lane in lanes)
+
+
+def _failing_at(number: int) -> Callable[..., None]:
+    """Return a function that packs messages, and lacks the memory for one of them on rank 1."""
+    left = itertools.count(-number if rank() == 1 else 1, 1)
+    pack = Lanes._pack
+
+    def pack_or_fail(*args: Any) -> None:
+        if next(left) == -1:
+            raise torch.OutOfMemoryError("no memory for a message")
+        pack(*args)
+
+    return pack_or_fail
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 6])
+@pytest.mark.parametrize("remedy", ["recover", "zero_grad", "step"])
+@on_ranks(2)
+def test_a_message_that_cannot_be_packed_leaves_no_rank_waiting(
+    number: int, remedy: str
+) -> list[str]:
+    """The rest of the round is sent later: with the gradients that there are, or with zeros."""
+    _shorten()
+    setups = [with_zero(MLP_PROBLEM.fresh(), SGD, bucket_bytes=2**14) for _ in range(2)]
+    failing, expected = setups
+    lanes: Any = failing.opt.mode.pipeline.gradients.lanes
+    assert len(next(iter(lanes)).packings) > 1
+    for step in range(4):
+        if step != 1:
+            train(failing, MLP_PROBLEM, range(step, step + 1))
+            train(expected, MLP_PROBLEM, range(step, step + 1))
+            continue
+        failed = pytest.raises(torch.OutOfMemoryError) if rank() == 1 else contextlib.nullcontext()
+        with mock.patch.object(Lanes, "_pack", _failing_at(number)), failed:
+            failing.backward(step, MLP_PROBLEM)
+        if remedy == "recover":
+            if rank() == 0:
+                with pytest.raises(BatchSkippedError):
+                    failing.opt.step()
+            failing.opt.recover()
+        elif remedy == "step":
+            failing.opt.step()  # backward has left out gradients on rank 1
+        failing.opt.zero_grad()
+    failing.opt.verify()
+    return [] if remedy == "step" else differing(expected.params, failing.params)

@@ -251,6 +251,40 @@ def test_a_stand_in_is_not_taken_for_the_gradient_of_another_parameter() -> None
 # ----------------------------------------------------------------------------------- GradScaler
 
 
+class _Sum(nn.Module):
+    """Two parameters whose gradients are one tensor, and one whose gradient is expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.a + self.b) * x).sum() + self.c.sum()
+
+
+@on_ranks(1, 2)
+def test_gradients_that_share_memory_are_scaled_once() -> None:
+    """After `no_sync()` autograd adds them to placeholders, which does not copy them."""
+    module = _Sum()
+    opt = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, module=module)
+    with opt.no_sync():
+        pass
+    module(torch.arange(4.0)).backward()
+    norm = opt.clip_grad_norm_(1.0)
+    for name, grad in {"a": torch.arange(4.0), "b": torch.arange(4.0), "c": torch.ones(4)}.items():
+        torch.testing.assert_close(opt.full_grad(name), grad / norm)
+
+
+@on_ranks(1, 2)
+def test_a_gradient_that_was_cleared_by_hand_has_no_norm() -> None:
+    module = _Sum()
+    opt = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, module=module)
+    module(torch.arange(4.0)).backward()
+    assert list(opt.grad_norms()) == ["a", "b", "c"]
+    module.b.grad = None
+    assert list(opt.grad_norms()) == ["a", "c"]
+
+
 @on_ranks(3)
 def test_one_ranks_infinity_is_everybodys_even_for_a_rank_that_owns_nothing() -> None:
     """Three ranks, one of which owns nothing, and each in turn has the infinity."""

@@ -72,6 +72,8 @@ class Lane:
         numel: the length of this rank's segment.
         packings: the messages in which it travels.
         shard: this rank's segment of the reduced gradient, from the launch until it is cleared.
+        arriving: memory for the segment of this round, while its messages are launched.
+        num_launched: the messages that were launched; not 0 only if launching the rest failed.
     """
 
     bucket: Bucket
@@ -81,6 +83,8 @@ class Lane:
     numel: int
     packings: list[_Packing]
     shard: torch.Tensor | None = None
+    arriving: torch.Tensor | None = None
+    num_launched: int = 0
 
     def new_shard(self) -> torch.Tensor:
         """Return memory for this rank's segment."""
@@ -144,16 +148,19 @@ class Lanes:
         """Pack a bucket and launch its reduce-scatter. Called on every rank.
 
         The result is added to the earlier gradients of `taken.kept`. Once it is there, it moves to
-        `taken.memory`.
+        `taken.memory`. After an error, such as a lack of memory, a second call with the same
+        arguments launches the messages that the first has not.
         """
         grads = list(map(_dense, taken.grads))
         kept, memory = taken.kept, taken.memory  # and not `taken`, which would keep the gradients
         if lane.shard is None:
-            kept, lane.shard = set(), lane.new_shard()
+            lane.shard = lane.new_shard()
+            kept.clear()
             for piece in lane.pieces:
                 self._elsewhere.pop(piece.param, None)
-        held = lane.shard
-        out = lane.new_shard() if kept else held
+        if lane.arriving is None:
+            lane.arriving = lane.new_shard() if kept else lane.shard
+        held, out = lane.shard, lane.arriving
 
         def arrive() -> None:
             if kept:
@@ -163,14 +170,16 @@ class Lanes:
                 self._move(lane, memory)
 
         last = lane.packings[-1]
-        for packing in lane.packings:
+        for packing in lane.packings[lane.num_launched :]:
             while len(self._in_flight) >= POOL:
                 self._wait_for_oldest()
             self._pack(lane, grads, packing)
             cuts = packing.message.cuts
             work = self._comm.reduce_scatter(packing.buffer, cuts, out[packing.own])
+            lane.num_launched += 1
             end = arrive if packing is last else None
             self._in_flight.append(_InFlight(lane.bucket.index, work, end))
+        lane.arriving, lane.num_launched = None, 0
 
     def _move(self, lane: Lane, memory: Sequence[torch.Tensor | None]) -> None:
         """Move this rank's reduced gradients to `memory`, if there is room for all of them."""
@@ -185,16 +194,17 @@ class Lanes:
         lane.shard = None
 
     def launch_zeros(self, first: int = 0) -> list[Work]:
-        """Launch these buckets with zeros and drop the result; nothing waits for another rank."""
-        return [
-            self._comm.reduce_scatter(
-                torch.zeros_like(packing.buffer),
-                packing.message.cuts,
-                lane.new_shard()[packing.own],
-            )
-            for lane in self._lanes[first:]
-            for packing in lane.packings
-        ]
+        """Launch the rest of a round with zeros and drop the result, without a wait.
+
+        `first` is the first bucket that was not launched, or not all of it.
+        """
+        works = []
+        for lane in self._lanes[first:]:
+            for packing in lane.packings[lane.num_launched :]:
+                zeros, out = torch.zeros_like(packing.buffer), lane.new_shard()[packing.own]
+                works.append(self._comm.reduce_scatter(zeros, packing.message.cuts, out))
+            lane.arriving, lane.num_launched = None, 0
+        return works
 
     @torch.no_grad()
     def _pack(self, lane: Lane, grads: Sequence[torch.Tensor | None], packing: _Packing) -> None:
@@ -271,12 +281,15 @@ class SoloLanes(Lanes):
 
     @override
     def send(self, lane: Lane, taken: Taken) -> None:
+        owned = set(taken.cleared)
         for param, grad in zip(lane.params, map(_dense, taken.grads), strict=True):
             held = self._elsewhere.get(param) if param in taken.kept else None
             if grad is None:
                 if held is None:
                     self._elsewhere.pop(param, None)
             elif held is None:
+                # Autograd may have added one tensor to several placeholders, or an expanded one.
+                grad = grad if param in owned else grad.clone()
                 self._elsewhere[param] = grad.detach().to(lane.like.dtype)
             else:
                 held.add_(grad)

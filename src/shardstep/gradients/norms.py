@@ -82,7 +82,8 @@ class ShardNorms(GradientSource):
         norms = self.norms(self.trained, norm_type)
         present = (self._norms[norm_type] != -1).any(0).tolist()
         found = zip(self.trained, norms, present, strict=True)
-        return {param: norm for param, norm, has_gradient in found if has_gradient}
+        # The user may have cleared some since the norms were gathered.
+        return {p: norm for p, norm, had in found if had and self.params[p].grad is not None}
 
     def change(self, operation: str, params: Sequence[int], number: Any) -> None:
         """Change these gradients by an operation of `CHANGES`. Called on every rank."""

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from shardstep.comm import Comm, span
 from shardstep.comm.join import JoinContext
-from shardstep.gradients.feeders import Feeder
+from shardstep.gradients.feeders import Feeder, Taken
 from shardstep.gradients.lanes import lanes
 from shardstep.gradients.lockstep import Lockstep, UsedParams
 from shardstep.gradients.norms import ShardNorms
@@ -49,11 +49,15 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class _Round:
-    """One pass over all buckets: gradients that each lane waits for, lanes and notes that left."""
+    """One pass over all buckets: gradients that each lane waits for, lanes and notes that left.
+
+    `taken` are the gradients of the next lane, if launching it has failed.
+    """
 
     missing: list[set[int]]
     launched: int = 0
     told: bool = False
+    taken: Taken | None = None
 
 
 class GradReducer(ShardNorms):
@@ -165,12 +169,15 @@ class GradReducer(ShardNorms):
     def _launch(self, current: _Round) -> None:
         """Launch the next bucket, complete or not, and the note behind the last."""
         lane = self._order[current.launched]
-        current.launched += 1
         with span("reduce", lane.bucket.index):
-            taken = self._feeder.take(lane.params)
-            pairs = zip(lane.params, taken.grads, strict=True)
-            self.used.clear(taken.cleared, [i for i, grad in pairs if grad is not None])
-            self.lanes.send(lane, taken)
+            if current.taken is None:
+                current.taken = taken = self._feeder.take(lane.params)
+                pairs = zip(lane.params, taken.grads, strict=True)
+                self.used.clear(taken.cleared, [i for i, grad in pairs if grad is not None])
+            # If this raises, the other ranks wait for the rest of this bucket all the same.
+            self.lanes.send(lane, current.taken)
+        current.taken = None
+        current.launched += 1
         if current.launched == len(self._order):
             self._tell(current)
 
