@@ -371,23 +371,32 @@ def test_a_single_rank_needs_no_consolidation() -> None:
     assert isinstance(opt.optim.state, collections.defaultdict)
 
 
+class Unreadable(collections.UserDict[str, Any]):
+    """A mapping that raises when it is read."""
+
+    def items(self) -> Any:
+        raise OSError("unreadable 'object'")
+
+
 class Unsendable(Optimizer):
-    """Keeps something in its state that is neither a number nor a tensor."""
+    """Keeps something in its state that cannot be sent, on one rank."""
 
     shardstep_layout = "whole"
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
+    def __init__(self, params: Any, kind: Any = object) -> None:
+        super().__init__(params, {"kind": kind})
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p]["object"] = object()
+                self.state[p]["object"] = group["kind"]() if dist.get_rank() == 1 else 1
 
 
-@on_ranks(2, raises=RuntimeError, match="'object'")
-def test_state_that_cannot_be_sent_is_refused_on_every_rank() -> None:
-    opt = ZeroRedundancyOptimizer(make_params([(5,), (6,)], frozen=()), Unsendable, layout="whole")
+@pytest.mark.parametrize("kind", [object, Unreadable])
+@on_ranks(2, raises=RuntimeError, match="cannot be moved.* on rank 1: .*'object'")
+def test_state_that_cannot_be_sent_is_refused_on_every_rank(kind: Any) -> None:
+    params = make_params([(5,), (6,)], frozen=())
+    opt = ZeroRedundancyOptimizer(params, Unsendable, layout="whole", kind=kind)
     opt.step()
     opt.consolidate_state_dict()
 

@@ -97,7 +97,7 @@ def survey(
     for param, value in states.items():
         try:
             own[param], tensors[param] = encode(value)
-        except TypeError as error:
+        except Exception as error:  # a mapping or a tensor class may raise anything
             failure = f"parameter {plan.specs[param].name!r} on rank {comm.group_rank}: {error}"
             break
     answers = all_gather_json(comm, [failure, list(own.items())])
