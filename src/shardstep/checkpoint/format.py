@@ -37,6 +37,7 @@ K = TypeVar("K")
 
 CONTENTS = "contents.json"
 MASTER = "shardstep.master"
+NO_MASTER = "is no float tensor of its shape"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,16 @@ class SavedParam:
         """For each tensor of the state, True if it has the parameter's shape."""
         found = self.state.leaves if self.state is not None else []
         return [leaf.shape == self.shape for leaf in found]
+
+    @property
+    def master_fits(self) -> bool:
+        """False if the state has a master that is not its first entry, or does not fit."""
+        entries = self.state.node[1] if self.state is not None else []
+        if all(key != MASTER for key, _ in entries):
+            return True
+        key, item = entries[0]
+        first = key == MASTER and item[0] == "tensor" and self.per_element[0]
+        return first and dtype_named(item[1]).is_floating_point
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,12 +307,7 @@ class _Parser:
             param.per_element == [self._bool(each) for each in data["per_element"]],
             f"the shapes of parameter {name!r} and of its state contradict `per_element`",
         )
-        entries = [] if state is None else state.node[1]
-        if any(key == MASTER for key, _ in entries):
-            key, item = entries[0]
-            first = key == MASTER and item[0] == "tensor" and param.per_element[0]
-            is_master = first and dtype_named(item[1]).is_floating_point
-            self._require(is_master, f"the master of {name!r} is no float tensor of its shape")
+        self._require(param.master_fits, f"the master of {name!r} {NO_MASTER}")
         return param
 
     def _model(self, data: Any) -> SavedModel:

@@ -28,10 +28,12 @@ from shardstep.checkpoint.files import (
     Progress,
     Stages,
     no_progress,
+    require,
     write_text,
 )
 from shardstep.checkpoint.format import (
     CONTENTS,
+    NO_MASTER,
     Chunk,
     Contents,
     SavedModel,
@@ -245,9 +247,9 @@ def write_checkpoint(comm: Comm, job: SaveJob, progress: Progress = no_progress)
             files = {name: Digest(*rest) for rank in written for name, *rest in rank}
             for name, text in job.texts.items():
                 files[name] = write_text(folder / name, text)
-            staging.commit(files)
+            others = staging.commit(files)
             if job.keep_last is not None:
-                keep_last(job.path.parent, job.keep_last)
+                keep_last(others, job.keep_last)
 
     try:
         folder = Path(str(run_on_all_ranks(comm, what, create_folder)[0]))
@@ -312,8 +314,11 @@ class FileLayout:
         `pieces` are the boxes of the parameter, each with its rank. `source` returns a box of a
         tensor by its number, on the rank that writes it.
         """
-        for number, leaf in enumerate(param.state.leaves if param.state is not None else ()):
-            if param.state is None or leaf.data is not None:
+        if param.state is None:
+            return
+        require(param.master_fits, f"the master of {param.name!r} {NO_MASTER}")
+        for number, leaf in enumerate(param.state.leaves):
+            if leaf.data is not None:
                 continue
             # The first rank with a part keeps what belongs to the whole parameter.
             whole = [(pieces[0][0], Box.whole(leaf.shape))]

@@ -42,7 +42,7 @@ from shardstep.checkpoint.write import (
 from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.plan import Box
 from shardstep.state.torch_dict import KNOWN_KEYS
-from shardstep.state.tree import encode
+from shardstep.state.tree import encode, is_counts
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
@@ -285,6 +285,13 @@ def _save_optimizer(
     state, groups, masters, rounded = _check_state_dict(state_dict)
     keys = [key for group in groups for key in group["params"]]
     class_name = check_class_name(optimizer_class, [state.get(key) for key in keys], groups)
+    global_state = {key: value for key, value in state.items() if key not in set(keys)}
+    unknown = [key for key in global_state if not isinstance(key, str)]
+    unknown += [key for key in masters if key not in set(keys)]
+    require(
+        not unknown,
+        f"the optimizer's state dict has state for {unknown[:5]}, which no group has",
+    )
     state = attach_masters(state, masters)
     called = _param_names(groups, keys, names)
     positional = called is None
@@ -293,19 +300,13 @@ def _save_optimizer(
         _save_param(files, index, name, state.get(key), None if positional else model)
         for index, (key, name) in enumerate(zip(keys, called, strict=True))
     ]
-    saved_groups = add_groups(files, groups, called)
-    global_state = {key: value for key, value in state.items() if key not in set(keys)}
-    if not all(isinstance(key, str) for key in global_state):
-        raise CheckpointError(
-            f"the optimizer's state dict has state for {list(global_state)[:5]}, which no group has"
-        )
     extra_entries = {key: value for key, value in state_dict.items() if key not in KNOWN_KEYS}
     return SavedOptimizer(
         class_name,
         positional,
         stepped=bool(state),
         params=tuple(params),
-        groups=saved_groups,
+        groups=add_groups(files, groups, called),
         global_state=files.add_value("state", global_state),
         extra_entries=files.add_value("beside", extra_entries),
         rounding_step=rounded,
@@ -331,8 +332,7 @@ def _check_state_dict(
         raise CheckpointError(
             "'masters' of the optimizer's state dict are not tensors by parameter"
         )
-    if not isinstance(rounded, int) or rounded < 0:
-        raise CheckpointError(f"'rounding_step' of the optimizer's state dict is {rounded!r}")
+    require(is_counts([rounded]), f"'rounding_step' of the optimizer's state dict is {rounded!r}")
     return state, groups, masters, rounded
 
 
