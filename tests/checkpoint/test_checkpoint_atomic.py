@@ -290,6 +290,38 @@ def test_one_that_cannot_be_removed_is_warned_of(
     assert ckpt.latest(tmp_path) == tmp_path / "two"
 
 
+def test_a_folder_that_cannot_be_listed_again_does_not_fail_a_complete_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, listed = os.rename, os.listdir
+
+    def break_folder(source: Any, target: Any) -> None:
+        rename(source, target)
+        monkeypatch.setattr(os, "listdir", no_disk)
+
+    for name in ("one", "two"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "rename", break_folder)
+            ckpt.save(tmp_path / name, extra=name, keep_last=1)
+            monkeypatch.setattr(os, "listdir", listed)
+    assert names(tmp_path) == ["two"]
+
+
+def test_new_parents_are_on_disk_before_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut loses a folder whose name was not flushed, with everything in it."""
+    synced: list[Path] = []
+    monkeypatch.setattr(staging, "sync_folder", synced.append)
+    ckpt.save(tmp_path / "a" / "b" / "one", extra=1)
+    assert synced == [
+        tmp_path / "a",
+        tmp_path,
+        tmp_path / "a" / "b" / ".one.saving",
+        tmp_path / "a" / "b",
+    ]
+
+
 def save_often(parent: Path, name: str, count: int) -> None:
     for number in range(count):
         ckpt.save(parent / f"{name}-{number}", extra={"name": name, "n": number}, keep_last=2)

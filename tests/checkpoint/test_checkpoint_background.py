@@ -26,6 +26,7 @@ from test_checkpoint_killed import check_step, make, set_step
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
+from shardstep.checkpoint import safetensors
 from shardstep.checkpoint import write as job
 
 
@@ -200,6 +201,26 @@ def test_sigterm_during_a_save_leaves_nothing_behind(tmp_path: Path, world_size:
         rank.terminate()
     assert [rank.wait(60) for rank in ranks] == [-signal.SIGTERM] * world_size
     assert names(parent) == []
+
+
+@on_ranks(2)
+def test_only_the_rank_with_the_folder_handles_sigterm(tmp_path: Path) -> None:
+    """A rank that waits for others runs no Python code, so a handler would delay its end."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    handled = []
+
+    def watched(*args: Any) -> Any:
+        handled.append(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+        return safetensors.write(*args)
+
+    net, opt = make()
+    with mock.patch.object(job, "write", watched):
+        ckpt.save(tmp_path / "one", opt, net)
+        running = ckpt.async_save(tmp_path / "two", opt, net)
+        handled.append(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+        running.wait()
+    assert set(handled) == {dist.get_rank() == 0}
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardstep.checkpoint.files import CheckpointError, continue_run, read_manifest
+from shardstep.checkpoint.files import CheckpointError, continue_run
 from shardstep.checkpoint.inputs import comm_of
 from shardstep.checkpoint.load import Loaded, load
 from shardstep.checkpoint.read import Checkpoint
@@ -65,20 +65,20 @@ def resume(
     share = slice(comm.group_rank, None, comm.world_size)
     damaged: dict[Path, CheckpointError] = {}  # on rank 0
 
-    def find() -> list[str]:
+    def find() -> list[tuple[str, str]]:
         if comm.group_rank != 0:
             return []
         complete, incomplete = find_checkpoints(Path(parent).absolute())
         damaged.update(incomplete)
-        return [str(path) for path in reversed(complete)]
+        return [(str(path), complete[path].run) for path in reversed(complete)]
 
-    for name in run_on_all_ranks(comm, what, find)[0]:
+    for name, run in run_on_all_ranks(comm, what, find)[0]:
         path = Path(name)
         problems = run_on_all_ranks(comm, what, partial(_problem, path, share))
         problem = next((each for each in problems if each is not None), None)
         if problem is None:
             loaded = load(path, optimizer, model, strict=strict, names=names, verify=False)
-            continue_run(read_manifest(path).run)
+            continue_run(run)
             for other, error in damaged.items():
                 _pass_over(other, error, path)
             return loaded

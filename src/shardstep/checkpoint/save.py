@@ -211,7 +211,7 @@ def save(
         TypeError: if there is a value that a checkpoint cannot hold.
     """
     comm, _, job = _begin(path, optimizer, model, extra, keep_last)
-    watch_sigterm()
+    watch_sigterm(comm.group_rank)
     try:
         return write_checkpoint(comm, job)
     finally:
@@ -244,6 +244,6 @@ def async_save(
     comm, state, job = _begin(path, optimizer, model, extra, keep_last)
     copies: list[SaveJob] = []
     run_on_all_ranks(comm, "copying a checkpoint", lambda: copies.append(state.copy(job)))
-    watch_sigterm()
+    watch_sigterm(comm.group_rank)
     state.running = AsyncSave(state.connection(comm), copies[0])
     return state.running

@@ -57,7 +57,10 @@ class Staging:
             )
         if os.path.lexists(path):
             raise FileExistsError(f"{path} exists already; save to a new path, such as step-1000")
+        new = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in new:
+            sync_folder(folder.parent)
         self.path = path.parent / f".{path.name}.saving"
         self._lock: int | None = None
         deadline = time.monotonic() + SWEEP_SECONDS
@@ -77,19 +80,23 @@ class Staging:
             # Another save may take the new folder for a leftover before it is locked.
             self._lock = lock_folder(self.path, if_unsupported=True)
 
-    def commit(self, files: Mapping[str, Digest]) -> None:
-        """Turn the folder into a checkpoint of `files`, which any ranks have written."""
+    def commit(self, files: Mapping[str, Digest]) -> dict[Path, Manifest]:
+        """Turn the folder into a checkpoint of `files`, which any ranks have written.
+
+        Returns the other complete checkpoints next to it, oldest first.
+        """
         for name, digest in files.items():
             require(
                 length_of(self.path / name) == digest.nbytes,
                 f"{self.path / name} is missing or not as long as a rank has written it: all ranks "
                 "have to save to one folder on a file system that they share",
             )
-        others = find_checkpoints(self._goal.parent)[0].values()
-        newest = max((other.saved_at for other in others), default=0)
+        others, _ = find_checkpoints(self._goal.parent)
+        newest = max((other.saved_at for other in others.values()), default=0)
         # Greater than every other here, even if the clock was set back.
         write_manifest(self.path, max(time.time_ns(), newest + 1), files)
         self.publish()
+        return others
 
     def publish(self, name: str | None = None) -> None:
         """Rename the folder, or one file in it, to the path that was asked for."""
@@ -124,12 +131,14 @@ _unfinished: dict[Path, int] = {}
 """Hidden folders, by the process that creates them: a forked process has a copy of this."""
 
 
-def watch_sigterm() -> None:
+def watch_sigterm(group_rank: int) -> None:
     """Remove unfinished folders if SIGTERM ends this process, as torchrun does if a peer fails.
 
     Does nothing if the program handles the signal, or in a thread: only the main one may set it.
+    Only rank 0 has a folder. A handler on another rank would run when its collective returns, and
+    until then the signal would have no effect.
     """
-    if _may_handle(signal.SIG_DFL):
+    if group_rank == 0 and _may_handle(signal.SIG_DFL):
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
@@ -215,14 +224,14 @@ def _hidden(parent: Path) -> Iterator[Path]:
             yield folder
 
 
-def keep_last(parent: Path, count: int) -> None:
-    """Remove all complete checkpoints of this run in `parent` but the newest `count`.
+def keep_last(others: Mapping[Path, Manifest], count: int) -> None:
+    """Remove all but the newest `count` checkpoints of this run: the one just saved, and `others`.
 
     Warns of one that cannot be removed: the checkpoint just saved is complete all the same.
     """
-    complete, _ = find_checkpoints(parent)
-    mine = [path for path, found in complete.items() if found.run == run_id()]
-    for path in [path for path in mine if not path.is_symlink()][:-count]:
+    mine = [path for path, found in others.items() if found.run == run_id()]
+    mine = [path for path in mine if not path.is_symlink()]
+    for path in mine[: max(0, len(mine) + 1 - count)]:
         try:
             hidden = path.rename(path.with_name(f".{path.name}.removing"))
         except FileNotFoundError:
