@@ -154,6 +154,28 @@ def test_weights_reach_parameters_that_loading_has_moved(tmp_path: Path) -> None
             assert not differing(masters(model, opt), masters(other, again)), (views, frozen)
 
 
+@on_ranks(2)
+def test_masters_that_were_loaded_before_the_first_step_are_not_left_out(tmp_path: Path) -> None:
+    """A full state dict without them would resume from the rounded weights."""
+    ckpt.save(tmp_path / "wide", *reversed(make(WIDE, None)))
+    model, opt = make(LOW, MASTERS)
+    assert opt.state_dict()["state"] == {}
+    ckpt.load(tmp_path / "wide", opt, model)
+    dcp.save({"optim": ckpt.Sharded(opt)}, checkpoint_id=tmp_path / "dcp")
+    other, again = make(LOW, MASTERS)
+    other.load_state_dict(model.state_dict())
+    dcp.load({"optim": ckpt.Sharded(again)}, checkpoint_id=tmp_path / "dcp")
+    for each in (opt, again):
+        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+            each.state_dict()
+        each.consolidate_state_dict("all")
+        found = each.state_dict()["masters"]
+        assert differing(list(found.values()), masters(model, opt)) == []
+    plain, unsharded = make(LOW, MixedPrecision(master_dtype=None))
+    ckpt.load(tmp_path / "wide", unsharded, plain)
+    assert "masters" not in unsharded.state_dict()
+
+
 @pytest.mark.parametrize("layout", ["sliced", "whole"])
 @on_ranks(1, 2)
 def test_loaded_masters_outlive_a_change_of_memory_format(layout: str) -> None:

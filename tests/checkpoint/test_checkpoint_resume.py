@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile import build, flip, names, picture
+from hostile import build, flip, names, picture, write_manifest
 from problems import difference
 from ranks import raises_on_every_rank, run_ranks
 from torch import distributed as dist
@@ -49,6 +50,22 @@ def test_a_damaged_newest_checkpoint_is_passed_over_on_all_ranks(tmp_path: Path,
     assert run_ranks(resumed, 2, tmp_path) == [1, 1]
     # The names are free for the run that goes on.
     assert names(tmp_path) == ["step-1", "step-2.damaged", "step-3.damaged"]
+    assert ckpt.latest(tmp_path) == tmp_path / "step-1"
+    assert [Path(each["path"]).name for each in ckpt.listing(tmp_path)["checkpoints"]] == ["step-1"]
+
+
+def test_keep_last_does_not_count_a_checkpoint_that_was_found_damaged(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        ckpt.save(tmp_path / f"step-{step}", extra=torch.full((100,), step), keep_last=2)
+    flip(tmp_path / "step-3" / "extra.safetensors")
+    with pytest.warns(UserWarning, match="resuming from .*step-2, not from .*step-3"):
+        ckpt.resume(tmp_path)
+    ckpt.save(tmp_path / "step-3", extra=3, keep_last=2)
+    assert names(tmp_path) == ["step-2", "step-3", "step-3.damaged"]
+    flip(tmp_path / "step-3" / "contents.json")
+    (tmp_path / "step-2").rename(tmp_path / "step-2.damaged")
+    with pytest.raises(ckpt.CheckpointError, match=r"no checkpoint in .*`resume` found it"):
+        ckpt.resume(tmp_path)
 
 
 def test_there_is_nothing_to_resume_from_or_nothing_that_loads(tmp_path: Path) -> None:
@@ -95,6 +112,19 @@ def test_keep_last_counts_the_checkpoints_of_the_run_that_was_resumed(tmp_path: 
         assert names(tmp_path) == ["step-2", "step-3"]
     finally:
         continue_run(first)
+
+
+def test_checkpoints_from_before_runs_had_ids_are_not_taken_for_one_run(tmp_path: Path) -> None:
+    first = run_id()
+    for step in (1, 2):
+        path = ckpt.save(tmp_path / f"step-{step}", extra=step)
+        manifest = json.loads((path / "checkpoint.json").read_text())
+        del manifest["run"]
+        write_manifest(path, manifest)
+    ckpt.resume(tmp_path)
+    assert run_id() == first
+    ckpt.save(tmp_path / "step-3", extra=3, keep_last=1)
+    assert names(tmp_path) == ["step-1", "step-2", "step-3"]
 
 
 @contextmanager

@@ -153,6 +153,7 @@ class _Loading:
     match: Match
     states: dict[int, Any] = field(default_factory=dict)  # by parameter number, as masters
     masters: dict[int, torch.Tensor] = field(default_factory=dict)
+    has_masters: bool = False  # on any rank: a full state dict needs these before the first step
     global_state: dict[str, Any] = field(default_factory=dict)
     extra_entries: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -187,11 +188,13 @@ class _Loading:
             if match.found[index].state is not None
         }
         self.states, self.masters = split_masters(states)
+        wider = match.wider_weights()
+        found = [each.state for each in match.found.values() if master_of(each.state) is not None]
+        self.has_masters = bool(shards.widened) and bool(wider or found)
         for index, master in shards.masters().items():
-            stored = None if index in self.masters else match.wider_weight(index)
-            if stored is not None:
+            if index not in self.masters and index in wider:
                 self.masters[index] = torch.empty_like(master)
-                self._read_shard(stored, specs[index], held[index], self.masters[index])
+                self._read_shard(wider[index], specs[index], held[index], self.masters[index])
             elif index not in match.found:
                 self.masters[index] = master.clone()
         self.global_state = read_value(saved.global_state)
@@ -265,6 +268,8 @@ class _Loading:
         if match.optimizer is not None and saved is not None:
             # After the weights: a master that does not round to its parameter is discarded.
             match.optimizer.shards.set_masters(self.masters)
+            if self.has_masters:
+                match.optimizer.shards.local.mark_changed()
             match.optimizer.shards.rounding_step = saved.rounding_step
 
     def _install_fallible(self, undo: ExitStack) -> None:

@@ -7,7 +7,6 @@ excessive claims cost nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -118,15 +117,17 @@ class Match:
         rank = self.comm.group_rank
         return {name: each for name, each in self.weights.items() if self.owners[name] == rank}
 
-    def wider_weight(self, index: int) -> Stored | None:
-        """Return the saved model tensor of a parameter, if it is wider than the parameter."""
+    def wider_weights(self) -> dict[int, Stored]:
+        """Return the saved model tensors that are wider than their parameters, by number."""
         if self.optimizer is None or self.model is None:
-            return None
+            return {}
         # By the model's name: the optimizer's may lack what looks like DDP's prefix.
-        name = names_in(unwrapped(self.model)).get(id(self.optimizer.shards.params[index]))
-        stored = self.weights.get(unwrapped_name(name)) if name is not None else None
-        dtype = self.optimizer.plan.specs[index].dtype
-        return stored if stored is not None and stored.dtype.itemsize > dtype.itemsize else None
+        names = names_in(unwrapped(self.model))
+        params = self.optimizer.shards.params
+        known = {i: unwrapped_name(names[id(p)]) for i, p in enumerate(params) if id(p) in names}
+        found = {i: self.weights[name] for i, name in known.items() if name in self.weights}
+        specs = self.optimizer.plan.specs
+        return {i: w for i, w in found.items() if w.dtype.itemsize > specs[i].dtype.itemsize}
 
     def _match_optimizer(self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer) -> None:
         own_class = saved_name(optimizer.optim)
@@ -207,6 +208,10 @@ class Match:
         self.targets, aliases, extra = split_state_dict(model.state_dict())
         self.owners = assign_owners(self.targets, (), self.comm.world_size)
         own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        optimizer = self.checkpoint.contents.optimizer
+        params = () if optimizer is None else optimizer.params
+        masters = {param.name: master_of(param.state) for param in params}
+        saved_names = saved.tensors.keys() | saved.aliases.keys()
         used: set[str] = set()
         for name, target in self.targets.items():
             # A tensor with several names may have been saved under any of them.
@@ -220,7 +225,15 @@ class Match:
             used.update(hits)
             if len(hits) > 1:
                 self.alternatives[name] = [saved.tensors[each] for each in hits]
-            stored = self._master_or_weight(there, target.dtype, saved, saved.tensors[hits[0]])
+            stored = saved.tensors[hits[0]]
+            if target.dtype.itemsize > stored.dtype.itemsize:
+                # The optimizer's names may lack what looks like DDP's prefix.
+                short = [each.removeprefix("module.") for each in there]
+                there += [each for each in short if each not in saved_names]
+                found = [master for each in there if (master := masters.get(each)) is not None]
+                found = [master for master in found if master.shape == stored.shape]
+                self.reads_masters |= bool(found)
+                stored = found[0] if found else stored
             self._check_target(name, target, stored, _storage(target) in own)
             self.weights[name] = stored
         self.unexpected += [f"model: {name}" for name in saved.tensors if name not in used]
@@ -240,24 +253,6 @@ class Match:
         for name in [name for name in extra if wanted[name] in there]:
             self.require(name in modules, f"model state {name!r} {MADE_UP}")
             self.extra_state[wanted[name]] = modules[name], extra[name]
-
-    def _master_or_weight(
-        self, names: Sequence[str], wanted: torch.dtype, saved: SavedModel, stored: Stored
-    ) -> Stored:
-        """Return the saved tensor to read: the master, if the model here has a wider dtype."""
-        optimizer = self.checkpoint.contents.optimizer
-        if wanted.itemsize <= stored.dtype.itemsize or optimizer is None:
-            return stored
-        # The optimizer's names may lack what looks like DDP's prefix.
-        known = saved.tensors.keys() | saved.aliases.keys()
-        short = [name.removeprefix("module.") for name in names]
-        names = [*names, *(name for name in short if name not in known)]
-        for param in optimizer.params:
-            master = master_of(param.state)
-            if master is not None and param.name in names and master.shape == stored.shape:
-                self.reads_masters = True
-                return master
-        return stored
 
     def _check_target(self, name: str, target: torch.Tensor, stored: Stored, own: bool) -> None:
         """Raise if copying a stored tensor to its target would fail or have no effect."""

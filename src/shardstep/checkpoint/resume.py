@@ -15,7 +15,7 @@ from shardstep.checkpoint.files import CheckpointError, continue_run
 from shardstep.checkpoint.inputs import comm_of
 from shardstep.checkpoint.load import Loaded, load
 from shardstep.checkpoint.read import Checkpoint
-from shardstep.checkpoint.staging import find_checkpoints
+from shardstep.checkpoint.staging import DAMAGED, find_checkpoints
 from shardstep.comm.consensus import run_on_all_ranks
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ def resume(
         problem = next((each for each in problems if each is not None), None)
         if problem is None:
             loaded = load(path, optimizer, model, strict=strict, names=names, verify=False)
-            continue_run(run)
+            if run:  # checkpoints from before 0.2.0 may be of several runs
+                continue_run(run)
             for other, error in damaged.items():
                 _pass_over(other, error, path)
             return loaded
@@ -106,9 +107,9 @@ def _problem(path: Path, share: slice) -> str | None:
 def _pass_over(path: Path, error: CheckpointError, instead: Path) -> None:
     """Warn of a damaged checkpoint, and free its name unless it belongs to another user."""
     moved = ""
-    if not isinstance(error.__cause__, PermissionError) and path.suffix != ".damaged":
+    if not isinstance(error.__cause__, PermissionError) and path.suffix != DAMAGED:
         try:
-            moved = f"; it is now {path.rename(path.with_name(f'{path.name}.damaged'))}"
+            moved = f"; it is now {path.rename(path.with_name(path.name + DAMAGED))}"
         except OSError as failed:
             moved = f"; it could not be renamed ({failed.strerror})"
     warnings.warn(

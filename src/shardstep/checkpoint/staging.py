@@ -42,6 +42,9 @@ SWEEP_SECONDS = 0.5
 EXPORT = "export.pt"
 """Name of an exported torch file while it is written."""
 
+DAMAGED = ".damaged"
+"""Added to the name of a checkpoint that `resume` found damaged. It counts no more."""
+
 _HIDDEN = re.compile(r"\..+\.(?:saving|removing)")
 
 
@@ -255,6 +258,7 @@ def find_checkpoints(parent: Path) -> tuple[dict[Path, Manifest], dict[Path, Che
             if status_of(path / MANIFEST) is not None:
                 complete[path] = manifest = read_manifest(path)
                 check_lengths(path, manifest)
+                require(path.suffix != DAMAGED, f"{path}: `resume` found it damaged")
         except CheckpointError as error:
             complete.pop(path, None)
             damaged[path] = error

@@ -150,6 +150,8 @@ class Sharded:
         )
         shards.set_masters(masters)
         shards.local.stepped = bool(with_state)
+        if state_dict.get("masters"):
+            shards.local.mark_changed()
         shards.rounding_step = state_dict.get("rounding_step", shards.rounding_step)
         shards.local.publish_options()
         warn_of_missing_state(shards, with_state)
