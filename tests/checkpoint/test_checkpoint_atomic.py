@@ -307,6 +307,22 @@ def test_a_folder_that_cannot_be_listed_again_does_not_fail_a_complete_save(
     assert names(tmp_path) == ["two"]
 
 
+def test_a_save_does_not_look_at_every_file_of_every_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder may have hundreds, with files of a thousand ranks each, and all ranks wait."""
+    monkeypatch.setattr(files, "_run", (os.getpid(), "before"))
+    for number in range(3):
+        ckpt.save(tmp_path / f"other-{number}", extra=number)
+    monkeypatch.setattr(files, "_run", (os.getpid(), "now"))
+    ckpt.save(tmp_path / "one", extra=1)
+    looked = mock.Mock(wraps=staging.check_lengths)
+    monkeypatch.setattr(staging, "check_lengths", looked)
+    ckpt.save(tmp_path / "two", extra=2, keep_last=1)
+    assert [call.args[0].name for call in looked.call_args_list] == ["one"]
+    assert names(tmp_path) == ["other-0", "other-1", "other-2", "two"]
+
+
 def test_new_parents_are_on_disk_before_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,7 +86,7 @@ class Staging:
     def commit(self, files: Mapping[str, Digest]) -> dict[Path, Manifest]:
         """Turn the folder into a checkpoint of `files`, which any ranks have written.
 
-        Returns the other complete checkpoints next to it, oldest first.
+        Returns the other checkpoints next to it, oldest first. Those of this run are complete.
         """
         for name, digest in files.items():
             require(
@@ -94,7 +94,7 @@ class Staging:
                 f"{self.path / name} is missing or not as long as a rank has written it: all ranks "
                 "have to save to one folder on a file system that they share",
             )
-        others, _ = find_checkpoints(self._goal.parent)
+        others, _ = find_checkpoints(self._goal.parent, run_id())
         newest = max((other.saved_at for other in others.values()), default=0)
         # Greater than every other here, even if the clock was set back.
         write_manifest(self.path, max(time.time_ns(), newest + 1), files)
@@ -246,8 +246,13 @@ def keep_last(others: Mapping[Path, Manifest], count: int) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def find_checkpoints(parent: Path) -> tuple[dict[Path, Manifest], dict[Path, CheckpointError]]:
-    """Return the complete checkpoints in `parent`, oldest first, and what is wrong with others."""
+def find_checkpoints(
+    parent: Path, run: str | None = None
+) -> tuple[dict[Path, Manifest], dict[Path, CheckpointError]]:
+    """Return the complete checkpoints in `parent`, oldest first, and what is wrong with others.
+
+    If `run` is given, the files of other runs' checkpoints are not looked at.
+    """
     complete: dict[Path, Manifest] = {}
     damaged: dict[Path, CheckpointError] = {}
     names: list[str] = []
@@ -257,7 +262,8 @@ def find_checkpoints(parent: Path) -> tuple[dict[Path, Manifest], dict[Path, Che
         try:
             if status_of(path / MANIFEST) is not None:
                 complete[path] = manifest = read_manifest(path)
-                check_lengths(path, manifest)
+                if run in (None, manifest.run):
+                    check_lengths(path, manifest)
                 require(path.suffix != DAMAGED, f"{path}: `resume` found it damaged")
         except CheckpointError as error:
             complete.pop(path, None)
