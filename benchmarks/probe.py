@@ -71,7 +71,7 @@ def attempt(case: Case) -> Verdict:
     """What is timed."""
     options = copy.deepcopy(case.options)
     recipe = OptimizerRecipe(case.optimizer_class, options, case.group_options)
-    return probe(recipe, sizes=recipe.sizes(LARGEST))
+    return probe(recipe, numbers=recipe.numbers(LARGEST))
 
 
 def warm(found: Sequence[Case], rounds: int) -> dict[str, dict[str, Any]]:

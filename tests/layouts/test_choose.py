@@ -122,7 +122,21 @@ def test_a_class_with_equal_options_is_probed_once(monkeypatch: pytest.MonkeyPat
     assert len(probed) == 4
 
 
-# ------------------------------------------------------------------------------------- sizes
+class Switch:
+    on = False
+
+
+def test_an_option_that_has_changed_is_probed_again() -> None:
+    decides = toys.toy(
+        "Decides", direction=lambda self, p, g, group: g / g.norm() if group["switch"].on else g
+    )
+    switch = Switch()
+    assert chosen("auto", decides, switch=switch).layout == "sliced"
+    switch.on = True
+    assert chosen("auto", decides, switch=switch).layout == "whole"
+
+
+# ---------------------------------------------------------------------------- sizes and steps
 
 
 class FromSomeSize(Simple):
@@ -149,6 +163,28 @@ class From30000(FromSomeSize):
         super().__init__(params, min_size)
 
 
+class HidesItsSize(FromSomeSize):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **{"min_size": 30_000, **options})
+
+
+class HasItsSize(Simple):
+    min_size = 30_000
+
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> torch.Tensor:
+        return grad / grad.norm() if p.numel() >= self.min_size else grad
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    min_size: int
+
+
+class TakesConfig(FromSomeSize):
+    def __init__(self, params: Any, config: Config) -> None:
+        super().__init__(params, config.min_size)
+
+
 @pytest.mark.parametrize(
     ("cls", "options", "group_options", "size"),
     [
@@ -160,6 +196,9 @@ class From30000(FromSomeSize):
         (FromSomeSize, {"block_size": 100_000}, {}, 100_000),
         (FromSomeSize, {"rows": 500}, {}, 500),
         (From30000, {}, {}, 30_000),
+        (HidesItsSize, {}, {}, 30_000),
+        (HasItsSize, {}, {}, 30_000),
+        (TakesConfig, {"config": Config(20_000)}, {}, 20_000),
         (functools.partial(From30000, min_size=40_000), {}, {}, 40_000),
     ],
 )
@@ -174,10 +213,29 @@ def test_a_class_is_tried_beyond_the_sizes_that_it_is_told(
     assert layout(size - 1) == "sliced"  # nothing here is as large as that
 
 
+class FromSomeStep(Simple):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **{"first": 10**9, "every": 10**9, **options})
+
+    def before(self) -> None:
+        if self.taken % self.param_groups[0]["every"] == 0:
+            self.normalise(self.grads)
+
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> torch.Tensor:
+        return grad / grad.norm() if self.taken > group["first"] else grad
+
+
+def test_a_class_is_tried_beyond_the_steps_that_it_is_told() -> None:
+    assert chosen("auto", FromSomeStep).layout == "sliced"
+    assert chosen("auto", FromSomeStep, first=100).layout == "whole"
+    with pytest.raises(ValueError, match="couples all parameters"):
+        chosen("auto", FromSomeStep, every=50)
+
+
 def test_numbers_that_are_no_sizes_cost_nothing() -> None:
     numbers = {"steps": 10**9, "warmup": 100, "seed": -7, "eps": 1e-8, "far": float("inf")}
     group_options = {"on": True, "nested": (512, [1000.0]), "half": 300.5, "no": float("nan")}
-    assert OptimizerRecipe(Simple, numbers, group_options).sizes(2**40) == (512, 1000)
+    assert OptimizerRecipe(Simple, numbers, group_options).numbers(2**40).sizes == (512, 1000)
 
 
 # ---------------------------------------------------------------------- what makes optimizers
@@ -259,6 +317,31 @@ def test_a_function_may_make_more_of_a_class_that_is_known() -> None:
 
     with pytest.raises(ValueError, match="couples all parameters"):
         chosen("auto", clipping)
+
+
+def test_random_numbers_for_one_dtype_are_refused_whatever_another_needs() -> None:
+    mixed = toys.by_direction(
+        "Mixed", lambda p, g: g + torch.rand_like(g) if p.dtype is BF16 else g / g.norm()
+    )
+    params = [torch.zeros(8, 8, dtype=dtype, requires_grad=True) for dtype in (FP32, BF16)]
+    with pytest.raises(ValueError, match=r"draws random numbers.*layout='whole'"):
+        choose("auto", OptimizerRecipe(mixed), params, 2)
+
+
+class KeepsFirstDtype(Simple):
+    """Keeps the dtype of its first parameter in the group."""
+
+    def before(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"][:1]:
+                group["eps"] = torch.finfo(p.dtype).eps
+
+
+def test_options_that_depend_on_the_first_dtype_are_refused() -> None:
+    params = [torch.zeros(8, 8, dtype=dtype, requires_grad=True) for dtype in (FP32, BF16)]
+    assert choose("auto", OptimizerRecipe(KeepsFirstDtype), params[:1], 2).layout == "sliced"
+    with pytest.raises(ValueError, match="give each dtype its own group"):
+        choose("auto", OptimizerRecipe(KeepsFirstDtype), params, 2)
 
 
 def test_a_class_that_treats_dtypes_of_a_group_otherwise_together_is_refused() -> None:

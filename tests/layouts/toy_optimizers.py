@@ -124,6 +124,12 @@ def trust_squares(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return trust(p, grad) if p.dim() == 2 and p.shape[0] == p.shape[1] else grad
 
 
+def cubes_alone(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    if p.dim() > 4:
+        raise ValueError("too many dimensions")
+    return grad / grad.norm() if p.dim() == 3 else grad
+
+
 def in_blocks(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """By blocks of 256 elements where these fit, as 8-bit states are kept."""
     if p.numel() < 4096 or p.numel() % 256:
@@ -164,6 +170,63 @@ class LaboriousLateClip(Laborious):
         super().before()
         if self.taken >= self.first:
             self.normalise(self.grads)
+
+
+class FirstDecides(Simple):
+    """Skips a group if its first parameter has no gradient."""
+
+    def before(self) -> None:
+        for group in self.param_groups:
+            if group["params"] and group["params"][0].grad is None:
+                for p in group["params"]:
+                    p.grad = None
+
+
+class StopsAtMissing(Simple):
+    """Updates the parameters of a group up to the first that has no gradient."""
+
+    def before(self) -> None:
+        for group in self.param_groups:
+            missing = False
+            for p in group["params"]:
+                missing = missing or p.grad is None
+                if missing:
+                    p.grad = None
+
+
+class ByDirection(Simple):
+    """Compares the direction of a gradient with that of the gradients before."""
+
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> torch.Tensor:
+        moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+        cosine = torch.cosine_similarity(moment.flatten(), grad.flatten(), dim=0)
+        moment.mul_(0.9).add_(grad)
+        return self.scale(float(cosine)) * moment
+
+    def scale(self, cosine: float) -> float:
+        return 2.0 if cosine > 0.6 else 1.0
+
+
+Restarts = toy("Restarts", ByDirection, scale=lambda self, cosine: float(cosine > -0.5))
+
+
+class NormIfLossRises(Simple):
+    last = float("inf")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = float(closure()) if closure is not None else self.last
+        self.rises, self.last = loss > self.last, loss
+        return super().step()
+
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> torch.Tensor:
+        return grad / grad.norm() if self.rises else grad
+
+
+class GroupNormOfThree(Simple):
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, group: Any) -> torch.Tensor:
+        grads = [q.grad for q in group["params"] if q.grad is not None]
+        return grad / get_total_norm(grads) if len(grads) > 2 else grad
 
 
 class CountsByParameter(Simple):
@@ -372,6 +435,11 @@ def finite(self: Simple) -> bool:
     return all(bool(grad.isfinite().all()) for grad in self.grads)
 
 
+def laborious_skip(self: Simple) -> bool:
+    Laborious.before(self)  # type: ignore[arg-type]
+    return not finite(self)
+
+
 def divide_late(self: Simple) -> None:
     if self.taken > 30 and self.grads:
         torch._foreach_div_(self.grads, float(len(self.grads)))
@@ -404,16 +472,26 @@ VERDICTS: dict[str, list[Any]] = {
         by_direction("LeavesSmallOut", lambda p, g: g if p.numel() >= 300 else 0 * g),
         by_direction("SkipsInfinite", lambda p, g: g if g.isfinite().all() else torch.zeros(())),
         by_direction("DecaysUnlessZero", lambda p, g: g + 0.1 * p if g.any() else g),
+        *(ByDirection, Restarts, NormIfLossRises),
+        by_direction("NormOfCubes", lambda p, g: g / g.norm() if p.dim() == 3 else g),
+        by_direction("NormOf5Dimensions", lambda p, g: g / g.norm() if p.dim() == 5 else g),
+        by_direction("NormOfCubesAlone", cubes_alone),
+        by_direction("RaisesTiny", lambda p, g: g / g.norm() if 0 < g.norm() < 1e-3 else g),
+        by_direction("NormAtZero", lambda p, g: g if p.any() else g / g.norm()),
     ],
     "coupled": [
         *(LaboriousLateClip, GlobalClip, GroupNorm, GroupNormOfMatrices, GroupNormForMatrices),
         *(StopsAtZero, SkipsSpikes, Stacked, Distance, CountsByParameter, CountsItsParameters),
         *(EvaluatesTwice, MovesThenEvaluates, MovesIfItMayEvaluate, torch.optim.LBFGS),
+        *(FirstDecides, StopsAtMissing, GroupNormOfThree),
         (torch.optim.LBFGS, {"max_iter": 1}),
         toy("LaboriousClip", LaboriousLateClip, first=1),
         toy("LaboriousCount", CountsByParameter, Laborious),
         toy("LaboriousGroupNorm", GroupNormOfMatrices, Laborious),
         toy("LaboriousStack", Stacked, Laborious),
+        skipping("LaboriousSkip", laborious_skip, TrustRatio),
+        skipping("LaboriousSkipOfMatrices", laborious_skip, MatricesOnly),
+        toy("LaboriousStop", StopsAtZero, Laborious),
         toy("LateCount", before=divide_late),
         by_norm_of("LateClip", lambda self, grad: self.taken > 30),
         by_norm_of("TrustThenClip", lambda self, grad: self.taken > 10, TrustRatio),

@@ -195,10 +195,16 @@ def _probe_group(
     dtypes = tuple(sorted(trained or {torch.float32}, key=str))
     accelerators = sorted({param.device for param in params if param.is_cuda}, key=str)
     devices = (torch.device("cpu"), *accelerators)
-    sizes = recipe.sizes(max((param.numel() for param in params), default=0))
-    verdicts: list[Verdict] = [_cached(probe, recipe, dtype, devices, sizes) for dtype in dtypes]
+    largest = max((param.numel() for param in params), default=0)
+    numbers = _cached(OptimizerRecipe.numbers, recipe, largest)
+    verdicts: list[Verdict] = [_cached(probe, recipe, dtype, devices, numbers) for dtype in dtypes]
     strictness = (Kind.UNTRIED, Kind.COUPLED, Kind.PER_TENSOR, Kind.ELEMENT_WISE)
-    verdict = min(verdicts, key=lambda v: (strictness.index(v.kind), not v.random))
+    verdict = replace(
+        min(verdicts, key=lambda each: strictness.index(each.kind)),
+        random=any(each.random for each in verdicts),
+        global_state=any(each.global_state for each in verdicts),
+        fill_empty_groups=any(each.fill_empty_groups for each in verdicts),
+    )
     if len(dtypes) > 1 and not verdict.random and verdict.kind in strictness[2:]:
         pair = _cached(incompatible_dtypes, recipe, dtypes, devices)
         if pair is not None:
@@ -207,7 +213,7 @@ def _probe_group(
                 "differently than apart, so numbers would depend on the owner of each; give each "
                 "dtype its own group, or keep masters with precision=MixedPrecision()"
             )
-    return replace(verdict, fill_empty_groups=any(each.fill_empty_groups for each in verdicts))
+    return verdict
 
 
 def _refuse(asked: Layout | None, name: str, verdict: Verdict) -> None:

@@ -26,12 +26,13 @@ from shardstep.layouts.trial import (
     Stage,
     Trial,
     TrialFailed,
+    middle,
     part,
     trials,
 )
 from shardstep.local.sandbox import sandbox
 from shardstep.params.same_bits import fits, same, same_bits
-from shardstep.plan import ALIGNMENT, Interval
+from shardstep.plan import Interval
 
 DECIDED = 12
 """Steps after which a class that is not element-wise is not compared further."""
@@ -190,9 +191,7 @@ def cut(shapes: Sequence[tuple[int, ...]]) -> list[list[Part]]:
     held: list[list[Part]] = [[]]
     for number, shape in enumerate(shapes):
         numel = torch.Size(shape).numel()
-        units = -(-numel // ALIGNMENT)
-        # At an odd number of units, so that no larger block ends there.
-        bounds = sorted({0, min(numel, ALIGNMENT * (units // 2 | 1)), numel})
+        bounds = sorted({0, middle(numel), numel})
         first, *rest = (Interval(*ends) for ends in pairwise(bounds))
         held[-1].append((number, first))
         held += [[(number, interval)] for interval in rest]
@@ -220,10 +219,8 @@ def incompatible_dtypes(
                     found = compare(trial, MIXED, sliced=Difference(Cause.PARAMETER))
                 except DrawsRandomNumbers:
                     continue
-                except Coupled as coupled:
-                    if coupled.difference.cause is Cause.PARAMETER:
-                        return pair
-                    break
+                except Coupled:
+                    return pair
             if found.failure is None:
                 break
     return None

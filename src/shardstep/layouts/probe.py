@@ -24,7 +24,7 @@ from enum import StrEnum
 import torch
 
 from shardstep.layouts.compare import Comparison, DrawsRandomNumbers, compare
-from shardstep.layouts.recipe import OptimizerRecipe
+from shardstep.layouts.recipe import Numbers, OptimizerRecipe
 from shardstep.layouts.trial import (
     Cause,
     ConstantRandomNumbers,
@@ -50,12 +50,19 @@ OTHERS = Stage(((139,), (), (12, 10, 3, 3)), steps=7, dealt=True, extreme=True)
 PLAIN = Stage(((19, 13), (13, 19)), steps=7, extreme=True)
 """In place of `OTHERS`, for classes that take matrices only."""
 
-LARGE = Stage(((128, 136), (131, 131)), steps=7)
+MORE = Stage(((5, 4, 7), (5, 4, 7), (3, 2, 4, 3, 2)), steps=3)
+"""Three tensors in a group, of three and five dimensions."""
+
+CUBES = Stage(((5, 4, 7),) * 3, steps=3)
+"""In place of `MORE`, for classes that do not take five dimensions."""
+
+LARGE = Stage(((128, 136), (131, 131)), steps=4)
 """Above known thresholds: 128 rows or columns, 4,096 elements, multiples of 256, square."""
 
 IF_SLOW = {
     MATRICES: Stage(((17, 11), (17, 11)), steps=10),
-    OTHERS: Stage(((99,), (), (6, 5, 3, 3)), steps=3, dealt=True, extreme=True),
+    OTHERS: Stage(((99,), (6, 5, 3, 3)), steps=4, dealt=True, extreme=True),
+    PLAIN: Stage(((12, 7), (7, 12)), steps=4, extreme=True),
 }
 """For slow classes that are known to need whole tensors."""
 
@@ -64,6 +71,12 @@ ENOUGH_ELEMENTS = 16_384
 
 MANY_ROWS = 2**16
 """No class is expected to treat rows or columns differently beyond this number."""
+
+
+BEYOND = 5
+"""Steps beyond a number among the options that may count steps."""
+
+NO_NUMBERS = Numbers()
 
 
 class Kind(StrEnum):
@@ -108,12 +121,12 @@ def probe(
     recipe: OptimizerRecipe,
     dtype: torch.dtype = torch.float32,
     devices: Sequence[torch.device] = (torch.device("cpu"),),
-    sizes: Sequence[int] = (),
+    numbers: Numbers = NO_NUMBERS,
 ) -> Verdict:
     """Find out the scope of an optimizer class's updates, on the first device on which it runs.
 
-    `sizes` are numbers of elements, rows or columns that may make a difference. The verdict is the
-    same in every process, and the probe has no side effects.
+    `numbers` may be sizes and steps at which its rule changes. The verdict is the same in every
+    process, and the probe has no side effects.
     """
     recipe = recipe.unwrapped()
     if not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize < 2:
@@ -122,7 +135,7 @@ def probe(
     for trial in trials(recipe, (dtype,), devices):
         with sandbox(recipe.optimizer_class, trial.device), _one_thread():
             try:
-                verdict = _judge(trial, sizes)
+                verdict = _judge(trial, numbers)
             except TrialFailed as failed:
                 # Report the trial that came furthest.
                 if failure is None or (failed.constructed and not failure.constructed):
@@ -151,15 +164,15 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _judge(trial: Trial, sizes: Sequence[int]) -> Verdict:
+def _judge(trial: Trial, numbers: Numbers) -> Verdict:
     """Judge one trial. If empty groups may be to blame, judge it with placeholders in them."""
-    verdict = _judge_random(trial, sizes)
+    verdict = _judge_random(trial, numbers)
     blameless = (None, Cause.PARAMETER, Cause.CLOSURE)
     cause = verdict.difference.cause if verdict.difference else None
     if verdict.kind is not Kind.COUPLED or cause in blameless or trial.num_groups == 1:
         return verdict
     try:
-        filled = _judge_random(replace(trial, fill_empty_groups=True), sizes)
+        filled = _judge_random(replace(trial, fill_empty_groups=True), numbers)
     except TrialFailed:
         return verdict
     if filled.kind is not Kind.COUPLED:
@@ -169,16 +182,16 @@ def _judge(trial: Trial, sizes: Sequence[int]) -> Verdict:
     return verdict if raised else filled
 
 
-def _judge_random(trial: Trial, sizes: Sequence[int]) -> Verdict:
+def _judge_random(trial: Trial, numbers: Numbers) -> Verdict:
     """Judge one trial, with constants if the class draws random numbers."""
     try:
-        return _run_stages(trial, sizes)
+        return _run_stages(trial, numbers)
     except DrawsRandomNumbers:
         with ConstantRandomNumbers():  # type: ignore[no-untyped-call]
-            return replace(_run_stages(replace(trial, constants=True), sizes), random=True)
+            return replace(_run_stages(replace(trial, constants=True), numbers), random=True)
 
 
-def _run_stages(trial: Trial, sizes: Sequence[int]) -> Verdict:
+def _run_stages(trial: Trial, numbers: Numbers) -> Verdict:
     """Judge one trial by all stages, unless the class fails or draws random numbers."""
     sliced = Difference(Cause.SPARSE) if trial.sparse else None
     slow = needs_matrices = False
@@ -194,16 +207,19 @@ def _run_stages(trial: Trial, sizes: Sequence[int]) -> Verdict:
     try:
         # A class may refuse small tensors, other dimensions or infinities.
         slow = run(SMALL, may_fail=True).slow and sliced is not None
-        matrices = run(MATRICES)
+        steps = max(MATRICES.steps, numbers.last_step + BEYOND)
+        matrices = run(MATRICES if slow else replace(MATRICES, steps=steps))
         if not matrices.moved:
-            error = RuntimeError(f"no parameter changed in {MATRICES.steps} steps")
+            error = RuntimeError(f"no parameter changed in {steps} steps")
             raise TrialFailed(error, constructed=True)
         if not trial.sparse:
             others = run(OTHERS, may_fail=True)
             needs_matrices = others.failure is not None and not others.moved
-            if others.failure is not None and not slow:
+            if others.failure is not None:
                 run(PLAIN, may_fail=True)
-        for stage in (LARGE, *map(_stage_for_size, sizes)):
+            if sliced is None and run(MORE, may_fail=True).failure is not None:
+                run(CUBES, may_fail=True)
+        for stage in (LARGE, *map(_stage_for_size, numbers.sizes)):
             if sliced is None or sliced.cause is Cause.SPARSE:
                 # Must not fail: another device may run these, and not element-wise.
                 run(stage)

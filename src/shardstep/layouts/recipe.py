@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from shardstep.local.sandbox import sandbox
 from shardstep.params.inputs import unwrap_partial
 
 SIZES = range(129, 2**21 + 1)
-"""Integers among the options that may be sizes. Probing larger tensors would take seconds."""
+"""Numbers that may be sizes. Probing larger tensors would take seconds."""
+
+MAX_STEPS = 500
+"""The largest number that may count steps. Probing more steps would take seconds."""
 
 SMALL_LR, USUAL_LR = 1e-4, 1e-3
 
 Options = Mapping[str, Any]
+
+_CPU = torch.device("cpu")
+
+
+class Numbers(NamedTuple):
+    """Whole numbers in a class, at which its rule may change: sizes, and the last of some step."""
+
+    sizes: tuple[int, ...] = ()
+    last_step: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,19 +75,27 @@ class OptimizerRecipe:
         )
         return OptimizerRecipe(self.optimizer_class, defaults, group_options)
 
-    def sizes(self, largest: int) -> tuple[int, ...]:
-        """Return the numbers up to `largest` among all options that may be sizes.
+    def numbers(self, largest: int) -> Numbers:
+        """Return the numbers among all options, and among attributes of the class and its objects.
 
-        A class may work in blocks, or treat tensors from some size on differently.
+        A class may work in blocks of so many elements, treat tensors from some size on differently,
+        or change its rule at some step. `largest` is the size of the largest parameter.
         """
-        options: dict[str, Any] = {}
+        options: list[Any] = [dict(self.defaults), dict(self.group_options)]
         with contextlib.suppress(ValueError, TypeError):  # not written in Python
-            parameters = inspect.signature(self.optimizer_class).parameters
-            options = {name: parameter.default for name, parameter in parameters.items()}
-        values = tree_leaves({**options, **self.defaults, **self.group_options})
-        low, high = SIZES[0], min(SIZES[-1], largest)
-        numbers = [v for v in values if type(v) in (int, float) and low <= v <= high]
-        return tuple(sorted({int(v) for v in numbers if v == int(v)}))
+            parameters = inspect.signature(self.optimizer_class).parameters.values()
+            options += [parameter.default for parameter in parameters]
+        # The probe reports exceptions.
+        with sandbox(self.optimizer_class, _CPU), contextlib.suppress(Exception):
+            made = self.make([[torch.nn.Parameter(torch.zeros(2, 2))]], _CPU)
+            bases = [base for base in type(made).__mro__ if base not in (Optimizer, object)]
+            options += [dict(vars(each)) for each in (made, *bases)]
+        values = tree_leaves(options)
+        values += tree_leaves([dict(vars(each)) for each in values if _is_record(each)])
+        numbers = {v for v in values if type(v) in (int, float) and 0 < v <= SIZES[-1]}
+        found = sorted(int(v) for v in numbers if v == int(v))
+        sizes = tuple(number for number in found if number in SIZES and number <= largest)
+        return Numbers(sizes, max((number for number in found if number <= MAX_STEPS), default=0))
 
     @property
     def _key(self) -> tuple[Any, ...]:
@@ -85,6 +107,10 @@ class OptimizerRecipe:
 
     def __hash__(self) -> int:
         return hash(self._key)
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and hasattr(value, "__dict__")
 
 
 def _copied(options: Options, device: torch.device) -> dict[str, Any]:
@@ -104,5 +130,8 @@ def _copied(options: Options, device: torch.device) -> dict[str, Any]:
 def _leaf_key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return "tensor", str(value.dtype), str(value.device), repr(value.tolist())
+    constant = value is None or isinstance(value, torch.dtype) or callable(value)
+    if type(value).__eq__ is object.__eq__ and not constant:
+        raise TypeError(f"a {type(value).__name__} may change and still be equal to itself")
     # 1, 1.0 and True are equal, but differ to a class.
     return type(value).__name__, value

@@ -37,11 +37,21 @@ TENSOR_SCALES = (1.0, 20.0, 0.05, 3.0, 0.3)
 STEP_SCALES = (1.0, 0.2, 4.0)
 """Gradients differ in scale between steps, so norms cross the bounds that they are clipped at."""
 
-MISSING = (2, 5)
-"""Steps at which the second tensor has no gradient."""
+MISSING = {2: 1, 5: 1, 8: 0}
+"""Steps at which a tensor has no gradient, with its number."""
 
-ZEROS, SPIKE, NOT_FINITE = 3, 4, 6
-"""Steps with extreme gradients. Infinities stay in the parameters, so they come last."""
+REPEATS = range(12, 24)
+TURN = 20
+"""Steps in which the first slice of a tensor has one gradient, and from `TURN` on its opposite.
+
+The second slice has new gradients. So a class that compares directions finds others in slices.
+"""
+
+TINY, SPIKE, NOT_FINITE, ZEROS = -6, -4, -3, -1
+"""Steps with extreme gradients, from the end.
+
+Those that leave NaNs in parameters come late. Zeros do if a class divides by their norm.
+"""
 
 MODE_STEP = 2
 """Before this step, a class with modes switches to `eval` and back."""
@@ -50,12 +60,25 @@ SWITCHES = ("capturable", "fused", "foreach", "differentiable")
 """Options that choose an implementation. Not every device has all of them."""
 
 
+def middle(numel: int) -> int:
+    """Return where a tensor is cut: at an odd number of units, so that no larger block ends there.
+
+    A small tensor is not cut.
+    """
+    return min(numel, ALIGNMENT * (-(-numel // ALIGNMENT) // 2 | 1))
+
+
+def _clear_slice(tensor: torch.Tensor) -> None:
+    """Set the first slice, and more, to zero, but not all of the tensor."""
+    tensor.view(-1)[: -ALIGNMENT // 2] = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """The tensors of one comparison.
 
     They are `dealt` to all groups, or the first group has all: classes may combine the matrices of
-    a group. `extreme` gradients are zero, huge or not finite in some steps.
+    a group. `extreme` gradients are tiny, huge, zero or not finite in some steps.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -66,25 +89,35 @@ class Stage:
 
     def starts(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Return the initial values of the tensors, whose dtypes repeat."""
-        return [self._draw(n, -1, dtypes) * 0.1 for n in range(len(self.shapes))]
+        starts = [self._draw(n, -1, dtypes) * 0.1 for n in range(len(self.shapes))]
+        if self.extreme:
+            _clear_slice(starts[0])
+        return starts
 
     def gradients(self, step: int, dtypes: Sequence[torch.dtype]) -> Gradients:
         """Return the gradients of one step."""
         return [
-            None if (n == 1 and step in MISSING) else self._gradient(n, step, dtypes)
+            None if MISSING.get(step) == n else self._gradient(n, step, dtypes)
             for n in range(len(self.shapes))
         ]
 
     def _gradient(self, number: int, step: int, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+        grad = self._draw(number, step, dtypes)
+        if step in REPEATS:
+            again = self._draw(number, REPEATS.start, dtypes) * (1 if step < TURN else -1)
+            first = slice(middle(grad.numel()))
+            grad.view(-1)[first] = again.view(-1)[first]
         scale = self.step_scales[step % len(self.step_scales)]
-        grad = self._draw(number, step, dtypes) * TENSOR_SCALES[number % len(TENSOR_SCALES)] * scale
-        if self.extreme and step == ZEROS:
-            # All of each tensor, except the first: there a slice is zero and the tensor is not.
-            grad.view(-1)[: -ALIGNMENT // 2 if number == 0 else None] = 0
-        elif self.extreme and step == SPIKE and number == 0:
-            grad *= 1e5
-        elif self.extreme and step == NOT_FINITE and number == 0:
+        grad *= TENSOR_SCALES[number % len(TENSOR_SCALES)] * scale
+        extreme = step - self.steps if self.extreme else 0
+        if extreme == ZEROS and number > 0:
+            grad.zero_()
+        elif extreme == ZEROS:
+            _clear_slice(grad)
+        elif extreme == NOT_FINITE and number == 0:
             grad.view(-1)[:2] = torch.tensor([torch.inf, torch.nan])
+        elif number == 0:
+            grad *= {TINY: 1e-6, SPIKE: 1e5}.get(extreme, 1.0)
         return grad
 
     def _draw(self, number: int, step: int, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
@@ -214,7 +247,8 @@ class Run:
             evaluations += 1
             moved = moved or not all(map(same_bits, before, self.params))
             self._set_gradients(gradients)
-            return torch.full((), 1.0 / (1 + step), device=self._trial.device)
+            # It rises and falls: a class may look for either.
+            return torch.full((), (1 + 7 * step % 5) / (1 + step), device=self._trial.device)
 
         with_closure = {"always": True, "never": False, "now and then": step % 3 == 2}
         self._set_gradients(gradients)
