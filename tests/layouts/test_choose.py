@@ -136,6 +136,30 @@ def test_an_option_that_has_changed_is_probed_again() -> None:
     assert chosen("auto", decides, switch=switch).layout == "whole"
 
 
+@pytest.mark.parametrize(
+    "naming",
+    [lambda p: {p: 2.0}, lambda p: {id(p): 2.0}, lambda p: [{p}], lambda p: (1, [p])],
+    ids=["keys", "ids", "a set", "a list"],
+)
+def test_options_that_name_parameters_are_refused(naming: Callable[..., Any]) -> None:
+    params = [torch.nn.Parameter(torch.zeros(3, 3)) for _ in range(2)]
+    message = "option 'scales' of Simple names parameters.*their own group"
+    for options in ({"scales": naming(params[1])}, {}), ({}, {"scales": naming(params[1])}):
+        with pytest.raises(ValueError, match=message):
+            choose("auto", OptimizerRecipe(Simple, *options), params, 2)
+
+
+def test_a_class_reads_the_attributes_of_parameters() -> None:
+    reads = toys.by_direction("Reads", lambda p, g: g * getattr(p, "lr_scale", 1.0))
+    module = torch.nn.Linear(4, 4, bias=False)
+    module.weight.lr_scale = 5.0
+    before = module.weight.detach().clone()
+    opt = ZeroRedundancyOptimizer(module.parameters(), reads, module=module, lr=0.1)
+    module(torch.ones(1, 4)).sum().backward()
+    opt.step()
+    assert torch.equal(module.weight, before.sub(torch.full((4, 4), 5.0), alpha=0.1))
+
+
 # ---------------------------------------------------------------------------- sizes and steps
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -166,7 +166,7 @@ def choose(
     if layout not in ("auto", "sliced", "whole"):
         raise ValueError(f"layout must be 'auto', 'sliced' or 'whole', not {layout!r}")
     asked: Layout | None = None if layout == "auto" else layout  # type: ignore[assignment]
-    refuse_per_parameter_options(recipe.optimizer_class)
+    refuse_per_parameter_options(recipe, params)
     declared = declared_layout(recipe, construct=world_size > 1)
     element_wise = is_element_wise(recipe.optimizer_class)
     known: Layout | None = "sliced" if element_wise else declared
@@ -280,12 +280,21 @@ def declared_layout(recipe: OptimizerRecipe, construct: bool) -> Layout | None:
     return declared
 
 
-def refuse_per_parameter_options(optimizer_class: Any) -> None:
-    """Raise `ValueError` if bitsandbytes has options for single parameters of this class.
+def refuse_per_parameter_options(recipe: OptimizerRecipe, params: Sequence[torch.Tensor]) -> None:
+    """Raise `ValueError` if options name single parameters, or bitsandbytes has such options.
 
-    It finds them by `id` or position in the group, which differ for the views of a rank.
+    A class finds them by the parameter, its `id` or its position, which differ for the views of a
+    rank.
     """
-    plain = unwrap_partial(optimizer_class)
+    ids = set(map(id, params))
+    for name, value in {**recipe.defaults, **recipe.group_options}.items():
+        if any(id(each) in ids or (type(each) is int and each in ids) for each in _contents(value)):
+            raise ValueError(
+                f"option {name!r} of {recipe.name} names parameters, which the class cannot find "
+                "among the views that a rank steps on; give those parameters their own group, or "
+                "set the option as an attribute of each parameter, if the class can read that"
+            )
+    plain = unwrap_partial(recipe.optimizer_class)
     library: Any = sys.modules.get("bitsandbytes.optim.optimizer")
     base = getattr(library, "Optimizer8bit", None)
     if base is None or not isinstance(plain, type):
@@ -299,3 +308,15 @@ def refuse_per_parameter_options(optimizer_class: Any) -> None:
             "index2config and module_weight_config_triple, and give those parameters a group with "
             f"its own {CLASS_KEY!r}"
         )
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    """Yield what an option holds, at any depth, with the keys of mappings."""
+    if isinstance(value, Mapping):
+        yield from value
+        value = value.values()
+    elif not isinstance(value, (list, tuple, set, frozenset)):
+        yield value
+        return
+    for each in value:
+        yield from _contents(each)

@@ -131,7 +131,8 @@ def _leaf_key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return "tensor", str(value.dtype), str(value.device), repr(value.tolist())
     constant = value is None or isinstance(value, torch.dtype) or callable(value)
-    if type(value).__eq__ is object.__eq__ and not constant:
+    by_identity: Any = object.__eq__
+    if type(value).__eq__ is by_identity and not constant:
         raise TypeError(f"a {type(value).__name__} may change and still be equal to itself")
     # 1, 1.0 and True are equal, but differ to a class.
     return type(value).__name__, value

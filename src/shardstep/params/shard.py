@@ -316,7 +316,10 @@ class Shard:
         separate = self._separate or piece.param in self.wide or is_dtensor(param)
         if piece.entire and not separate:
             return param
-        return torch.nn.Parameter(self._view(piece), requires_grad=param.requires_grad)
+        made = torch.nn.Parameter(self._view(piece), requires_grad=param.requires_grad)
+        # A class may read options that the user has set as attributes of a parameter.
+        vars(made).update(vars(param))
+        return made
 
     def _view(self, piece: Piece) -> torch.Tensor:
         """Return the piece's memory: in its parameter, or in its wider step tensor."""
