@@ -136,12 +136,15 @@ def test_a_report_of_one_rank_counts_its_gradients_once() -> None:
 # ------------------------------------------------------------- where torch makes its tensors
 
 
-def _with_default_device(device: str, path: Path) -> list[torch.Tensor]:
+def _with_default_device(device: str, path: Path, module_given: bool) -> list[torch.Tensor]:
     """A loop in which a part of the model has no gradient, saved in both ways and loaded."""
     model = net()
     batches = [torch.randn(2, 30, dtype=torch.bfloat16) for _ in range(3)]
+    given = {"module": model} if module_given else {}
     with torch.device(device):
-        opt = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, module=model, bucket_bytes=1)
+        opt = ZeroRedundancyOptimizer(
+            model.parameters(), optim.AdamW, precision=MASTERS, bucket_bytes=1, **given
+        )
         for batch in batches:
             model.get_submodule("0")(batch).square().mean().backward()
             opt.clip_grad_norm_(1.0)
@@ -158,9 +161,13 @@ def _with_default_device(device: str, path: Path) -> list[torch.Tensor]:
     return copies([*model.parameters(), master])
 
 
+@pytest.mark.parametrize("module_given", [False, True])
 @on_ranks(2)
-def test_the_default_device_is_the_user_s_own_affair(tmp_path: Path) -> list[int]:
-    return differing(*(_with_default_device(device, tmp_path) for device in ("cpu", "meta")))
+def test_the_default_device_is_the_user_s_own_affair(
+    tmp_path: Path, module_given: bool
+) -> list[int]:
+    devices = ("cpu", "meta")
+    return differing(*(_with_default_device(each, tmp_path, module_given) for each in devices))
 
 
 # --------------------------------------------------------------------- what is made twice

@@ -55,7 +55,9 @@ class DropIn(Mode):
         few = params.trained[:: max(1, len(params.trained) // CHECKED_PARAMS)]
         answers = all_gather_json(self.comm, [_sample(params.params[index]) for index in few])
         for index, *samples in zip(few, *answers, strict=True):
-            given = {rank: torch.tensor(each) for rank, each in enumerate(samples) if each}
+            given = {
+                rank: torch.tensor(each, device="cpu") for rank, each in enumerate(samples) if each
+            }
             first = min(given, default=0)
             for rank, sample in given.items():
                 size = max(sample.norm(), given[first].norm())
