@@ -24,6 +24,10 @@ from ranks import raises_on_every_rank, run_ranks
 from reference.naive_masters import NaiveMasters
 from torch import nn, optim
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 
@@ -124,6 +128,30 @@ def test_step_hooks_surround_the_whole_step() -> None:
     second.remove()
     opt.step()
     assert calls == ["before", "after, everything gathered"]
+
+
+@on_ranks(2)
+def test_hooks_on_the_steps_of_all_optimizers_see_a_step_once() -> None:
+    """The local optimizer's step is a part of it: a hook that halves gradients halves them once."""
+    calls: list[str] = []
+
+    def halve(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        calls.append("before")
+        for param in optimizer.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+    def script(opt: Any, params: list[nn.Parameter]) -> None:
+        calls.clear()
+        before = register_optimizer_step_pre_hook(halve)
+        after = register_optimizer_step_post_hook(lambda *args: calls.append("after"))
+        train(opt, params, range(2))
+        before.remove()
+        after.remove()
+        train(opt, params, range(2, 3))
+        assert calls == ["before", "after"] * 2
+
+    follow(script, Case(optim.SGD, {"lr": 0.1, "momentum": 0.9}))
 
 
 class Plainest(OneByOne):
