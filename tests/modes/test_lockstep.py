@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from ddp_ways import WAYS
 from models import MLP_PROBLEM, SGD, Setup, rank
 from on_ranks import on_ranks
 from ranks import each_raises_on_every_rank, run_ranks
@@ -52,12 +53,13 @@ def _edited(mode: str, name: str, on: int | None) -> None:
     setup.finish()
 
 
-@pytest.mark.parametrize("mode", ["drop-in", "module", "register"])
+@pytest.mark.parametrize("mode", ["drop-in", "module", *WAYS])
 def test_other_parameters_in_the_groups_are_refused_on_every_rank(mode: str) -> None:
     edits = [(name, match) for name, (_, match) in EDITS.items()]
     everywhere = [(_edited, ValueError, match, mode, name, None) for name, match in edits]
     there = [(_edited, ValueError, f"rank 1: .*{match}", mode, name, 1) for name, match in edits]
     each_raises_on_every_rank(2, everywhere + there[:3])
+    each_raises_on_every_rank(1, everywhere)
 
 
 # ------------------------------------------------------------------------------- out of step

@@ -202,6 +202,7 @@ class InsideDDP(Mode):
         check()
         # Not earlier: ranks find their first bucket reduced at different times.
         self.lockstep.meet(self.comm, self.pipeline.params)
+        self.local.refuse_hand_edit()  # one rank meets no other
 
         def count() -> None:
             self.lockstep.steps += 1
@@ -257,6 +258,7 @@ class BucketStepper:
         self._waiting: deque[_Reduction] = deque()
         self._stepping = False
         self._counts_steps = False
+        self._edited = False
         self._error: Exception | None = None
         # Parameters of each of our buckets that are yet to be updated.
         self._missing: list[set[int]] = []
@@ -298,7 +300,9 @@ class BucketStepper:
         pipeline = mode.pipeline
         before = _step_counters(mode.optim)
         try:
-            pipeline.update(_BucketGradients(pipeline.params, grads), pipeline.local.step, grads)
+            if not self._edited:
+                gradients = _BucketGradients(pipeline.params, grads)
+                pipeline.update(gradients, pipeline.local.step, grads)
         except Exception as error:
             # Not raised inside DDP's hook: the other ranks wait for its later buckets.
             self._error = self._error or error
@@ -313,8 +317,14 @@ class BucketStepper:
         pipeline.send(grads, complete)
 
     def _begin(self) -> None:
-        self.mode.follow(stepping=True)
-        self.mode.pipeline.begin()
+        # Groups that were edited by hand are refused at the end: until then the other ranks wait
+        # for this one's buckets.
+        self._edited = self.mode.pipeline.params.hand_edit() is not None
+        if self._edited:
+            self.mode.pipeline.gather.wait()
+        else:
+            self.mode.follow(stepping=True)
+            self.mode.pipeline.begin()
         self._stepping = True
         self._counts_steps = False
         self._missing = [
@@ -326,7 +336,8 @@ class BucketStepper:
             self._step_next()
         self._stepping = False
         pipeline = self.mode.pipeline
-        pipeline.end()
+        if not self._edited:
+            pipeline.end()
         error, self._error = self._error, None
         pipeline.gather.share_error(error)
         pipeline.send((), [number for number, missing in enumerate(self._missing) if missing])
