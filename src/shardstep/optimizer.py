@@ -138,7 +138,7 @@ class ZeroRedundancyOptimizer(ModeFront):
         elif overlap_with_ddp:
             self.mode = InsideDDP(comm, join, given.module)
         else:
-            self.mode = DropIn(comm, join, given.module, parameters_as_bucket_view)
+            self.mode = DropIn(comm, join, given, parameters_as_bucket_view)
         mode = self.mode
         self.parameters_as_bucket_view = mode.bucket_views
 

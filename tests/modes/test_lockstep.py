@@ -97,8 +97,7 @@ DIFFER = {
 
 
 def test_other_options_and_a_load_on_one_rank_are_named_on_every_rank() -> None:
-    runs = [(mode, _other_lr) for mode in ALL]
-    runs += itertools.product(("drop-in", "module", "register"), [_missing_option, _load_here])
+    runs = itertools.product(ALL, DIFFER)
     cases = [(_differ, OutOfStepError, DIFFER[act], mode, act) for mode, act in runs]
     each_raises_on_every_rank(2, cases)
 
@@ -121,7 +120,7 @@ def _caught(mode: str) -> None:
 
 def test_a_closure_that_raised_on_one_rank_is_noticed_at_once() -> None:
     match = r"rank 0 counts 0 calls of step\(\) that raised where rank 1 counts 1"
-    each_raises_on_every_rank(2, [(_caught, OutOfStepError, match, mode) for mode in MODULE])
+    each_raises_on_every_rank(2, [(_caught, OutOfStepError, match, mode) for mode in APART])
 
 
 def _clear_here(mode: str, of: int) -> None:

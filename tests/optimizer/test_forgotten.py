@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_ways import HOOKS, WAYS
 from on_ranks import on_ranks
 from ranks import raises_on_every_rank, run_ranks
 from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import shardstep
@@ -29,12 +31,17 @@ def _make(mode: str, listed: bool = False) -> tuple[Any, Any, ZeroRedundancyOpti
     if mode == "module":
         opt = ZeroRedundancyOptimizer(params, optim.SGD, module=model, lr=0.1)
         return model, model, opt
-    ddp = DistributedDataParallel(model)
+    # A parameter that is replaced is unused, which DDP itself may refuse otherwise.
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
     params = params if listed else ddp.parameters()
-    inside = mode == "register"
+    if mode == "named":
+        params = ddp.named_parameters()
+    inside = mode in WAYS
     opt = ZeroRedundancyOptimizer(params, optim.SGD, overlap_with_ddp=inside, lr=0.1)
-    if inside:
+    if mode == "register":
         shardstep.register(ddp, opt)
+    elif inside:
+        ddp.register_comm_hook(None, HOOKS[mode](allreduce_hook, ddp, opt))
     return model, ddp, opt
 
 
@@ -51,7 +58,7 @@ REPLACED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["module", "drop-in"])
+@pytest.mark.parametrize("mode", ["module", "drop-in", "named", *WAYS])
 @on_ranks(2)
 def test_a_parameter_that_was_replaced_is_noticed(mode: str) -> None:
     for name, replace in REPLACED.items():
@@ -60,7 +67,7 @@ def test_a_parameter_that_was_replaced_is_noticed(mode: str) -> None:
         replace(model)
         with pytest.raises(ValueError, match=f"'{name}' was put into the module after the optim"):
             # With a module it is noticed before the next forward.
-            _train(call, opt) if mode == "drop-in" else call(torch.ones(2, 8))
+            call(torch.ones(2, 8)) if mode == "module" else _train(call, opt)
 
 
 @on_ranks(2)

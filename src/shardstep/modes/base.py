@@ -49,6 +49,7 @@ class Mode(ShardView):
     Attributes:
         gather_comm: the ranks, on the connections that gathers use.
         known_module: the module that the parameters are known to belong to, outside of wrappers.
+        watched: the module into which no other parameters may be put.
         groups: the parameter groups that the user sees.
         lockstep: compares the ranks' positions and options.
         watch: sees parameters that are put into the known module.
@@ -76,7 +77,7 @@ class Mode(ShardView):
     def __init__(self, comm: Comm, join: JoinContext, module: torch.nn.Module | None) -> None:
         self.comm = comm
         self.gather_comm = comm
-        self.known_module = None if module is None else unwrapped(module)
+        self.known_module = self.watched = None if module is None else unwrapped(module)
         self.watch = ModuleWatch(None)
         self.buffers = ModuleBuffers(comm, join, None)
         self.join = join
@@ -108,7 +109,7 @@ class Mode(ShardView):
         self.pipeline = self._build(params, local)
         local.publish_options()
         self.attach()
-        self.watch = ModuleWatch(self.known_module)
+        self.watch = ModuleWatch(self.watched)
 
     def check(self) -> None:
         """Raise if the parameters do not suit this mode."""

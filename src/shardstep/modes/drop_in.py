@@ -12,6 +12,8 @@ from shardstep.comm.join import JoinContext
 from shardstep.modes.base import Mode
 from shardstep.modes.join import keep_gradients, provide_gradients
 from shardstep.params.dtensor import is_dtensor
+from shardstep.params.inputs import ParamsArgument
+from shardstep.params.names import unwrapped
 
 CHECKED_STEPS, CHECKED_PARAMS, CHECKED_ELEMENTS = 2, 4, 16
 """A few gradients are compared between ranks, in the first steps."""
@@ -30,10 +32,11 @@ class DropIn(Mode):
         self,
         comm: Comm,
         join: JoinContext,
-        module: torch.nn.Module | None,
+        given: ParamsArgument,
         bucket_views: bool,
     ) -> None:
-        super().__init__(comm, join, module)
+        super().__init__(comm, join, given.module)
+        self.watched = None if given.watched is None else unwrapped(given.watched)
         self.bucket_views = bucket_views
         self._checks_left = CHECKED_STEPS if comm.world_size > 1 else 0
 

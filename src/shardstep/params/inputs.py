@@ -57,10 +57,9 @@ def _as_list(params: Any) -> list[Any]:
     return given
 
 
-def _module_of(params: Any) -> torch.nn.Module | None:
-    """Return the module that an unread `module.parameters()` goes through."""
-    code = torch.nn.Module.parameters.__code__
-    if not isinstance(params, GeneratorType) or params.gi_code is not code:
+def _module_of(params: Any, method: Any) -> torch.nn.Module | None:
+    """Return the module whose `method`, an unread generator, was given as `params`."""
+    if not isinstance(params, GeneratorType) or params.gi_code is not method.__code__:
         return None
     module: torch.nn.Module | None = inspect.getgeneratorlocals(params).get("self")
     return module
@@ -70,8 +69,11 @@ class ParamsArgument:
     """The user's `params`, read once. Errors are raised later, when all ranks meet."""
 
     def __init__(self, params: Any) -> None:
-        self.module = _module_of(params)
+        self.module = _module_of(params, torch.nn.Module.parameters)
         """The module of `module.parameters()`, if that was given."""
+        named = _module_of(params, torch.nn.Module.named_parameters)
+        self.watched = named if self.module is None else self.module
+        """The same, also of `module.named_parameters()`, whose names are the user's."""
         self._items: list[Any] = []
         self._error: Exception | None = None
         try:
