@@ -54,7 +54,7 @@ class ZeroRedundancyOptimizer(ModeFront):
 
     Args:
         params: parameters, `(name, parameter)` pairs or parameter groups, as for any optimizer.
-            All ranks have to pass the same, in the same order. A group may have its own class
+            All ranks must pass the same, in the same order. A group may have its own class
             under `"optimizer_class"`, with its own options.
         optimizer_class: the class of the local optimizer.
         process_group: the ranks that share the state; the default group if None.
@@ -144,7 +144,7 @@ class ZeroRedundancyOptimizer(ModeFront):
 
         def make_plan() -> Planned:
             if overlap_with_ddp and module is not None:
-                raise ValueError("module= replaces DDP: leave out overlap_with_ddp=True")
+                raise ValueError("module= replaces DDP; leave out overlap_with_ddp=True")
             known = inspect.signature(type(self)).parameters
             check_arguments(known, optimizer_class, defaults, module, bucket_bytes)
             policy = resolve(precision, mode.separate, module is not None)
@@ -235,10 +235,14 @@ class ZeroRedundancyOptimizer(ModeFront):
 
         Returns:
             The norm before clipping, the same on every rank.
+
+        Raises:
+            TypeError: if `max_norm` is not a number.
         """
+        limit = _max_norm(max_norm)
         self.mode.check_change("clip_grad_norm_()")
         gradients = self.mode.ready_gradients()
-        return gradients.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite, foreach)
+        return gradients.clip_norm(limit, float(norm_type), error_if_nonfinite, foreach)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients only accumulate on each rank; needs `module`.
@@ -302,8 +306,8 @@ class ZeroRedundancyOptimizer(ModeFront):
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled: it is tied to its parameters "
-            "and to the other ranks; construct another one and load this one's state dict"
+            f"a {type(self).__name__} cannot be copied or pickled; construct another one and load "
+            "this one's state dict"
         )
 
     @property
@@ -368,3 +372,20 @@ class ZeroRedundancyOptimizer(ModeFront):
         """
         run_load_hooks(self, state_dict, lambda full: load_full(self.mode, self.param_groups, full))
         self.mode.lockstep.loads += 1
+
+
+def _max_norm(given: float) -> float:
+    """Return the norm to clip to. Torch's function takes the parameters first, this one does not.
+
+    Raises:
+        TypeError: if it is not a number; a parameter is none, whatever its size.
+    """
+    try:
+        if not isinstance(given, torch.nn.Parameter):
+            return float(given)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        f"max_norm must be a number, not a {type(given).__name__}; clip_grad_norm_(1.0) clips all "
+        "parameters of this optimizer"
+    )
