@@ -47,5 +47,5 @@ def _known_to_accelerate_as_one_rank() -> None:
 def test_an_accelerator_that_knows_of_one_rank_only_is_refused() -> None:
     # Without cpu=True it gives every rank all batches, and lets every rank write.
     pytest.importorskip("accelerate")
-    match = "for the only one"
+    match = "sees 1 process, but"
     raises_on_every_rank(_known_to_accelerate_as_one_rank, 2, ValueError, match=match)

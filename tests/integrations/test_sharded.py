@@ -60,7 +60,7 @@ def test_a_checkpoint_takes_the_optimizer_inside_a_wrapper(wrap: Any, tmp_path: 
 def test_an_optimizer_that_would_not_reduce_is_refused() -> None:
     model, drop_in = made()
     for optimizer in (drop_in, torch.optim.SGD(model.parameters())):
-        with pytest.raises(ValueError, match=r"expected a ZeroRedundancyOptimizer with module="):
+        with pytest.raises(ValueError, match=r"it needs a ZeroRedundancyOptimizer with module="):
             require_module(Holds(optimizer), "the strategy")
 
 

@@ -35,24 +35,23 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     """
     if accelerator.distributed_type in _OTHERS:
         raise ValueError(
-            f"this accelerator's type is {accelerator.distributed_type}, which shards or reduces "
-            "by itself; use a sharded optimizer where Accelerate would use DDP"
+            f"expected an accelerator that would use DDP, got {accelerator.distributed_type}, "
+            "which shards or reduces gradients itself; configure Accelerate for multi-GPU or CPU"
         )
     optimizers = [found for each in objects if (found := _sharded(each)) is not None]
     for each in optimizers:
         if accelerator.num_processes == 1 < each.world_size:
             raise ValueError(
-                f"rank {each.rank}: the accelerator takes each of the optimizer's "
-                f"{each.world_size} ranks for the only one, so all would train on the same batches "
-                "and write the same files; on CPUs, pass Accelerator(cpu=True), or use_cpu=True to "
-                "TrainingArguments"
+                f"rank {each.rank}: the accelerator sees 1 process, but the optimizer has "
+                f"{each.world_size} ranks, so all would train on the same batches; on CPUs, pass "
+                "Accelerator(cpu=True), or use_cpu=True to TrainingArguments"
             )
     modules = {id(each.mode.module): each for each in optimizers if each.mode.module is not None}
     missing = modules.keys() - {id(each) for each in objects}
     if missing:
         raise ValueError(
-            "an optimizer with module= has to be prepared together with its module, a "
-            f"{type(modules[missing.pop()].mode.module).__name__}"
+            "an optimizer with module= must be prepared together with its module; pass the "
+            f"{type(modules[missing.pop()].mode.module).__name__} to the same prepare()"
         )
     prepared = list(objects)
     # Schedulers last: each looks for its optimizer among those that are prepared.

@@ -76,8 +76,9 @@ class ShardstepFabricStrategy(FabricDDPStrategy):
     def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         if not self._reduced:
             raise RuntimeError(
-                f"{type(self).__name__} does not wrap the model in DDP, and no optimizer was set "
-                "up; pass a ZeroRedundancyOptimizer with module= to fabric.setup_optimizers"
+                f"{type(self).__name__} does not wrap the model in DDP and has no optimizer that "
+                "reduces gradients; pass a ZeroRedundancyOptimizer with module= to "
+                "fabric.setup_optimizers"
             )
         super().backward(tensor, *args, **kwargs)
 

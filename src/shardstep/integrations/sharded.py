@@ -27,8 +27,8 @@ def require_module(optimizer: Optimizer, who: str) -> ZeroRedundancyOptimizer:
     inner = sharded(optimizer)
     if inner is None or inner.mode.module is None:
         raise ValueError(
-            f"{who} does not wrap the model in DDP, so the optimizer has to synchronise gradients: "
-            f"expected a ZeroRedundancyOptimizer with module=, got {type(optimizer).__name__}"
+            f"{who} does not wrap the model in DDP, so it needs a ZeroRedundancyOptimizer with "
+            f"module=, got {type(optimizer).__name__}"
             f"{' without module=' if inner is not None else ''}; pass module=, or use DDP"
         )
     return inner

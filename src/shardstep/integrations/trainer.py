@@ -65,8 +65,8 @@ class ShardstepTrainerMixin(Trainer):
             chosen, options = given or self.get_optimizer_cls_and_kwargs(self.args, model)
             if is_optimizer_factory(chosen):
                 raise ValueError(
-                    f"optim={self.args.optim!r} is made by {chosen!r}, not by an optimizer class; "
-                    "pass a class and its options as optimizer_cls_and_kwargs"
+                    f"optim={self.args.optim!r} is not an optimizer class but a factory; pass "
+                    "optimizer_cls_and_kwargs=(a class, its options)"
                 )
             if chosen is not ZeroRedundancyOptimizer:
                 options = {"optimizer_class": chosen, **options}
