@@ -59,7 +59,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--contestants",
         default=DEFAULT_CONTESTANTS,
-        help="comma-separated, in the order of their turns. torch-zero is torch's class, zero1 the "
+        help="comma-separated, in the order to run them. torch-zero is torch ZeRO, zero1 the "
         "drop-in, zero2 module=, -view means bucket views. Also: ddp-view, hook, hook-interleaved, "
         "register; deepspeed, deepspeed-zero1, fairscale (where installed)",
     )

@@ -20,9 +20,9 @@ MODELS = {
 }
 METHODS = {
     "ddp": "DDP",
-    "torch_zero": "DDP + torch's class",
-    "drop_in": "DDP + shardstep",
-    "module": "shardstep, module=",
+    "torch_zero": "torch ZeRO",
+    "drop_in": "shardstep drop-in",
+    "module": "shardstep module=",
     "fsdp2": "FSDP2",
 }
 PARTS = {
@@ -45,7 +45,7 @@ def main() -> None:
         _draw(axes, json.loads(done.stdout)["plans"][0], title)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTS), frameon=False)
-    figure.suptitle(f"Memory of a rank with AdamW on {RANKS} ranks, without activations")
+    figure.suptitle(f"Memory per rank with AdamW on {RANKS} ranks, without activations")
     figure.savefig(FOLDER / "memory.png", dpi=130, metadata={"Software": None})
 
 

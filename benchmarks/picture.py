@@ -8,14 +8,14 @@ from typing import Any
 TITLES = {
     "ddp": "DDP",
     "ddp-view": "DDP, bucket views",
-    "torch-zero": "torch's class",
-    "torch-zero-view": "torch's class, bucket views",
+    "torch-zero": "torch ZeRO",
+    "torch-zero-view": "torch ZeRO, bucket views",
     "fsdp2": "FSDP2",
-    "zero1": "shardstep, drop-in",
-    "zero2": "shardstep, module=",
-    "hook": "shardstep, hook",
-    "hook-interleaved": "shardstep, interleaved hook",
-    "register": "shardstep, register",
+    "zero1": "shardstep drop-in",
+    "zero2": "shardstep module=",
+    "hook": "shardstep hook",
+    "hook-interleaved": "shardstep interleaved hook",
+    "register": "shardstep register",
 }
 """Contestants as the documentation calls them."""
 

@@ -63,11 +63,11 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Train a small GPT with DDP, sharded under DDP and sharded without DDP, and compare.
+    """Train a small GPT with DDP, the drop-in and module=, and compare every loss.
 
-    All runs start from the same weights and see the same batches: bytes of Python's own
-    standard library. They take turns, a few steps at a time. The comparison covers every loss, the
-    final parameters, memory, traffic and time.
+    All runs use AdamW, the same initial weights and the same batches: source code of Python's
+    standard library. The runs are interleaved, a few steps at a time. The table compares losses,
+    memory, traffic and time.
     """
     model = GPTConfig(n_layer=layers, n_embd=width)
     if width % model.n_head:
@@ -141,8 +141,8 @@ def demo_table(record: DemoRecord) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{record.title}, {config.steps} steps, torch {record.torch_version}",
-        caption="loss: mean of the ranks; MB on the rank with most; ms: median of rounds, "
-        "least to most",
+        caption="loss: last step, mean of the ranks; MB: fullest rank; ms: median of rounds, "
+        "min–max",
         title_justify="left",
         caption_justify="left",
     )
@@ -152,7 +152,7 @@ def demo_table(record: DemoRecord) -> Table:
     table.add_column("time\n× DDP", justify="right")
     for run, ranks in record.runs.items():
         table.add_row(
-            _heading(run),
+            run,
             f"{record.losses(run)[-1]:.6f}",
             f"{max(rank.gradient_nbytes for rank in ranks) / 1e6:.1f}",
             f"{max(rank.state_nbytes for rank in ranks) / 1e6:.1f}",
@@ -173,13 +173,10 @@ def _spread(spread: Spread, form: str) -> str:
     return f"{middle}\n{least}–{most}"
 
 
-ALONE = (
-    "One rank has nobody to share its state with, so no memory is saved. `--device cpu` trains on "
-    "two ranks."
-)
+ALONE = "One rank holds the whole state, so no memory is saved. `--device cpu` trains on two ranks."
 TIMES = (
-    "A small model on one machine shows no speed-up: its optimizer step is short, and no rank "
-    "waits for a network. `shardstep bench` measures with one."
+    "Do not judge speed by this demo: the model is small, and its ranks share one machine. "
+    "`shardstep bench` measures over a network."
 )
 
 
@@ -188,7 +185,7 @@ def verdict_lines(record: DemoRecord) -> list[str]:
 
     The last lines say what to expect of memory and times.
     """
-    lines = [f"Losses of all {record.config.steps} steps and final parameters, against DDP's:"]
+    lines = [f"All {record.config.steps} losses and the final parameters, compared with DDP's:"]
     for run in record.runs:
         if run == UNSHARDED:
             continue
@@ -197,12 +194,6 @@ def verdict_lines(record: DemoRecord) -> list[str]:
         other_order = run == MODULE and record.config.ranks > 2
         colour = "green" if verdict == EQUAL else "yellow" if other_order else "red"
         reason = ", since more than two gradients are added in another order"
-        line = f"  {_heading(run)}: [bold {colour}]{verdict}[/]"
+        line = f"  {run}: [bold {colour}]{verdict}[/]"
         lines.append(line + reason if other_order and verdict != EQUAL else line)
     return [*lines, *([ALONE] if record.config.ranks == 1 else []), TIMES]
-
-
-def _heading(run: str) -> str:
-    if run == UNSHARDED:
-        return "AdamW, DDP"
-    return "sharded, module=" if run == MODULE else "sharded, DDP"

@@ -25,7 +25,7 @@ def draw(record: DemoRecord, path: Path) -> None:
     steps = range(1, config.steps + 1)
     for name, (colour, style, width) in zip(names, _LINES, strict=True):
         left.plot(steps, record.losses(name), style, color=colour, linewidth=width, label=name)
-    left.set_title("loss per step (equal curves lie on each other)", fontsize=10)
+    left.set_title("loss per step (equal curves cover each other)", fontsize=10)
     left.set_xlabel("step")
     left.set_ylabel("cross-entropy, nats per byte, mean over ranks")
     left.legend(frameon=False, fontsize=8)
@@ -60,8 +60,8 @@ def draw(record: DemoRecord, path: Path) -> None:
         below = [total + size for total, size in zip(below, sizes, strict=True)]
     for number, total in enumerate(below):
         right.text(number, total, f"{total:.1f} MB", ha="center", va="bottom", weight="bold")
-    right.set_xticks(range(len(names)), [_wrapped(name) for name in names], fontsize=8)
-    right.set_ylabel("MB on the rank that holds most")
+    right.set_xticks(range(len(names)), names, fontsize=9)
+    right.set_ylabel("MB on the fullest rank")
     right.set_title("memory per rank", fontsize=10)
     right.set_ylim(0, 1.12 * max(below))
     for axes in (left, right):
@@ -71,7 +71,3 @@ def draw(record: DemoRecord, path: Path) -> None:
         fontsize=11,
     )
     figure.savefig(path, dpi=130)
-
-
-def _wrapped(name: str) -> str:
-    return name.replace(" + ", " +\n").replace("(AdamW", "\n(AdamW")

@@ -32,9 +32,9 @@ from demo.record import DemoConfig, DemoRecord, RankRecord
 from demo.text import make_batch, stdlib_source
 from shardstep import ZeroRedundancyOptimizer
 
-UNSHARDED = "DDP + AdamW"
-DROP_IN = "DDP + ZeroRedundancyOptimizer(AdamW)"
-MODULE = "ZeroRedundancyOptimizer(AdamW, module=model)"
+UNSHARDED = "DDP"
+DROP_IN = "shardstep drop-in"
+MODULE = "shardstep module="
 RUNS = (UNSHARDED, DROP_IN, MODULE)
 
 WARMUP_STEPS = 2

@@ -15,7 +15,7 @@ import shardstep
 
 
 def demo(context: typer.Context) -> None:
-    """Train a small GPT with DDP, sharded under DDP and sharded without DDP, and compare."""
+    """Train a small GPT with DDP, the drop-in and module=, and compare every loss."""
     sys.path.insert(0, str(_find("examples/demo").parent))
     from demo.command import app
 
@@ -23,7 +23,7 @@ def demo(context: typer.Context) -> None:
 
 
 def bench(context: typer.Context) -> None:
-    """Measure against DDP, torch's ZeroRedundancyOptimizer and FSDP2, on hosts or local ranks."""
+    """Measure speed against DDP, torch's ZeroRedundancyOptimizer and FSDP2."""
     launcher = _find("benchmarks/hosts.py")
     # This process becomes the launcher, so that Ctrl-C reaches it alone.
     environment = os.environ | {"SHARDSTEP_PROG": "shardstep bench"}

@@ -147,7 +147,7 @@ def export(
     the size of all tensors in the folder of OUT.
     """
     if model_only and optimizer_only:
-        raise typer.BadParameter("--model-only and --optimizer-only exclude each other")
+        raise typer.BadParameter("use --model-only or --optimizer-only, not both")
     with reporting() as stages:
         made = ckpt.export(
             path,

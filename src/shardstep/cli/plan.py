@@ -23,8 +23,8 @@ from shardstep_command import exit_on_ctrl_c
 
 METHODS: dict[str, tuple[str, Callable[[Job, int], Footprint]]] = {
     "ddp": ("DDP", Job.ddp),
-    "torch_zero": ("torch ZeRO + DDP", Job.torch_zero),
-    "drop_in": ("shardstep + DDP", Job.drop_in),
+    "torch_zero": ("torch ZeRO", Job.torch_zero),
+    "drop_in": ("shardstep drop-in", Job.drop_in),
     "module": ("shardstep module=", Job.module_mode),
     "fsdp2": ("FSDP2", Job.fsdp2),
 }
@@ -42,7 +42,7 @@ def _parse_ranks(text: str) -> list[int]:
         ranks = [0]
     if not all(1 <= each <= MAX_RANKS for each in ranks):
         raise typer.BadParameter(
-            f"{text!r} is not a list of numbers from 1 to {MAX_RANKS:,} such as 8,64"
+            f"expected numbers from 1 to {MAX_RANKS:,}, such as 8,64, not {text!r}"
         )
     return sorted(set(ranks))
 
@@ -92,10 +92,13 @@ def plan(
         typer.Option(help="auto: the layout that the class needs."),
     ] = "auto",
     ranks: Annotated[
-        Any, typer.Option(parser=_parse_ranks, metavar="N,N,...", help="Numbers of ranks.")
+        Any,
+        typer.Option(
+            parser=_parse_ranks, metavar="N,N,...", help="Numbers of ranks, up to 16,384."
+        ),
     ] = "1,2,4,8,16,64",
     link: Annotated[
-        Any, typer.Option(parser=parse_rate, metavar="RATE", help="Each rank's link.")
+        Any, typer.Option(parser=parse_rate, metavar="RATE", help="Rate of each rank's link.")
     ] = "100gbit",
     memory: Annotated[
         Any,
@@ -118,15 +121,15 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Draw memory and owners to a PNG file.")
     ] = None,
 ) -> None:
-    """Predict memory and traffic per rank, and those of DDP, torch's class and FSDP2.
+    """Predict memory and traffic per rank, for shardstep, DDP, torch ZeRO and FSDP2.
 
     Nothing is allocated: the model is a list of shapes. The optimizer class runs on small or empty
-    tensors to find its layout and its state.
+    tensors to find its layout and its state. torch ZeRO is torch's ZeroRedundancyOptimizer. It and
+    the drop-in run under DDP.
 
-    *peak* is the sum of the columns before it, on the fullest rank. It has no activations and no
-    temporary tensors of the optimizer's step. *imbalance* is the fullest rank's share as a multiple
-    of the mean. *time* is for sending the bytes at the full rate of the link. Communication that
-    overlaps with computation costs less.
+    *peak* is the sum of the columns before it, on the fullest rank, without activations and
+    temporary tensors of the step. *imbalance* is the fullest rank's share as a multiple of the
+    mean. *time* sends the bytes at the full rate of the link, as if nothing overlapped.
     """
     with reporting(f"planning with {optimizer}"):
         specs = _specs(name, factory, weights)
@@ -157,15 +160,15 @@ def plan(
 
 def _specs(name: str | None, factory: str | None, weights: Path | None) -> list[ParamSpec]:
     if sum(each is not None for each in (name, factory, weights)) != 1:
-        raise typer.BadParameter("give one of --model, --import and --safetensors")
+        raise typer.BadParameter("expected exactly one of --model, --import and --safetensors")
     if factory is not None:
         return import_model(factory)
     if weights is not None:
         return read_model(weights)
     if name not in MODELS:
         raise typer.BadParameter(
-            f"no model is called {name!r}; known: {', '.join(MODELS)}. For others, use --import or "
-            "--safetensors.",
+            f"unknown model {name!r}; choose from {', '.join(MODELS)}, or use --import or "
+            "--safetensors",
             param_hint="--model",
         )
     return model(name)
@@ -175,7 +178,7 @@ def _precision(job: Job) -> str:
     """Return the dtypes of the parameters, each with the one that is stepped on if it differs."""
     trained = {spec.dtype for spec in job.specs if spec.trainable}
     pairs = [(dtype, job.policy.step_dtype(dtype)) for dtype in sorted(trained, key=str)]
-    words = [f"{a}" if a == b else f"{a} stepped on in {b}" for a, b in pairs]
+    words = [f"{a}" if a == b else f"{a} updated in {b}" for a, b in pairs]
     return ", ".join(words).replace("torch.", "") or "nothing trains"
 
 

@@ -54,8 +54,8 @@ def import_model(path: str) -> list[ParamSpec]:
             ]
     except Exception as error:  # of the user's code
         raise ValueError(
-            f"--import {path}: {type(error).__name__}: {error}; expected a function without "
-            "arguments that returns a torch.nn.Module and reads no values of its tensors"
+            f"--import {path} failed on the meta device ({type(error).__name__}: {error}); expected "
+            "a function without arguments that returns a torch.nn.Module"
         ) from error
 
 
@@ -101,8 +101,8 @@ def make_job(
     ]
     if len(classes) > 1 and all(spec.group == 1 for spec in specs):
         raise ValueError(
-            f"--optimizer {optimizer}: the first class would get no parameter: none is a matrix in "
-            "a numbered block, such as 'blocks.0.up.weight'; give one class"
+            f"--optimizer {optimizer}: the model has no matrix in a numbered block, such as "
+            "'blocks.0.up.weight', for the first class; name one class only"
         )
     specs.sort(key=lambda spec: spec.group)
     groups: list[dict[str, Any]] = [{"params": []} for _ in classes]
@@ -146,8 +146,8 @@ def _optimizer_class(name: str) -> Any:
     found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ValueError(
-            f"--optimizer {name}: torch.optim has no such class; for others, give the module too, "
-            "such as package.module.Class"
+            f"--optimizer {name}: torch.optim has no such class; name any other class with its "
+            "module, such as package.module.Class"
         )
     return found
 

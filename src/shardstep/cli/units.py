@@ -12,12 +12,12 @@ _BITS = re.compile(r"([\d.]+)\s*([KMGT])?BITS?(?:/S)?")
 
 def parse_nbytes(text: str) -> int:
     """Return the number of bytes that a text such as `5GB`, `500MB` or `2 GiB` means."""
-    return _parse(_BYTES, text, "a number of bytes such as 5GB")
+    return _parse(_BYTES, text, "a number of bytes, such as 5GB")
 
 
 def parse_rate(text: str) -> int:
     """Return the bits per second that a text such as `100gbit` or `250 Mbit/s` means."""
-    return _parse(_BITS, text, "a rate in bits per second such as 100gbit")
+    return _parse(_BITS, text, "a rate, such as 100gbit")
 
 
 def _parse(pattern: re.Pattern[str], text: str, meant: str) -> int:
@@ -28,5 +28,5 @@ def _parse(pattern: re.Pattern[str], text: str, meant: str) -> int:
     except (ValueError, OverflowError):
         value = 0
     if value < 1:
-        raise typer.BadParameter(f"{text!r} is not {meant}")
+        raise typer.BadParameter(f"expected {meant}, not {text!r}")
     return value
