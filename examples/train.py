@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node=2 examples/train.py
 
 It uses one GPU per rank over NCCL, or the CPU over Gloo. Without torchrun it runs as one rank.
-Run it again and it resumes after the last saved epoch, with any number of ranks. With torchrun's
---max-restarts=3 it does so by itself after a rank has failed.
+If it is interrupted, run it again: it resumes after the last saved epoch, on any number of ranks.
+With torchrun's --max-restarts=3 it also resumes by itself after a rank has failed.
 """
 
 import argparse
@@ -55,6 +55,8 @@ def main() -> None:
     if loaded := checkpoint.resume(args.folder, opt, model):  # the newest intact one, if any
         schedule.load_state_dict(loaded.extra["schedule"])
         first_epoch = loaded.extra["epoch"] + 1
+        if opt.rank == 0:
+            print(f"resumed {loaded.path}: {first_epoch} of {args.epochs} epochs done", flush=True)
 
     for epoch in range(first_epoch, args.epochs):
         sampler.set_epoch(epoch)

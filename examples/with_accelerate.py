@@ -17,7 +17,7 @@ from shardstep.integrations.accelerate import prepare
 
 def main() -> None:
     """Train, save, and load what was saved."""
-    # Without cpu=True, Accelerate takes each rank of a machine without GPUs for the only one.
+    # Without GPUs and without cpu=True, Accelerate would start each rank as the only one.
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 10)).to(accelerator.device)
     opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, module=model, lr=3e-3)

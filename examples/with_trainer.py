@@ -23,7 +23,7 @@ def main() -> None:
     data = [{"input_ids": row, "labels": row} for row in rows]
     args = TrainingArguments(
         output_dir="runs/trainer",
-        use_cpu=not torch.cuda.is_available(),  # or each rank would take itself for the only one
+        use_cpu=not torch.cuda.is_available(),  # or each rank would train alone
         max_steps=20,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=2,
