@@ -276,13 +276,13 @@ class ZeroRedundancyOptimizer(ModeFront):
     def apply(self, act: Callable[[Optimizer], object]) -> None:
         """Let every rank's local optimizer change its pieces, and gather the result.
 
-        Called on every rank, with the same `act`, which gets the local optimizer. For what a class
-        does outside of `step()`: `train()` and `eval()` of schedule-free classes use it. `act` sees
+        Called on every rank, with the same `act`, which gets the local optimizer. For changes
+        outside of `step()`: `train()` and `eval()` of schedule-free classes use it. `act` sees
         no gradients, and must not look beyond the element or tensor that the layout keeps together.
 
         Raises:
-            RuntimeError: on every rank, if it failed on one. What it did until then is gathered all
-                the same: parameters are equal on all ranks.
+            RuntimeError: on every rank, if it failed on one. Its changes are gathered all the same:
+                parameters are equal on all ranks.
 
         Example:
             >>> weight = torch.nn.Parameter(torch.ones(4))
@@ -343,9 +343,9 @@ class ZeroRedundancyOptimizer(ModeFront):
     def state_dict(self) -> StateDict:
         """Return the state that `consolidate_state_dict` gathered on this rank.
 
-        It is what the unsharded optimizer's `state_dict()` would be, with tensors on the CPU, and
-        loads into a plain `torch.optim` optimizer. Masters are in it under `"masters"`. Before the
-        first step there is no state to gather: it returns the groups on every rank. For
+        It equals the unsharded optimizer's `state_dict()`, with tensors on the CPU, and loads into
+        a plain `torch.optim` optimizer. Masters are in it under `"masters"`. Before the first step
+        there is no state to gather: it returns the groups on every rank. For
         `torch.distributed.checkpoint`, wrap the optimizer in `shardstep.checkpoint.Sharded`.
 
         Raises:

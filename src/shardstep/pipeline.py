@@ -101,26 +101,21 @@ class Pipeline:
 
     def _finish(self, error: Exception | None) -> None:
         """Send the parameters and buffers, as they are, and the error of this rank's step."""
-        self.gather.share_error(error)
-        self.send()
+        self.mark_changed()
+        self.gather.end_step(error)
         # A forward pass has changed them on each rank in its own way. DDP evens them out before the
         # next one. Here evaluation, which need not run on all ranks, finds the same buffers too.
         self.buffers.send()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Surround one or several updates. Entered on every rank."""
-        self.begin()
-        try:
-            yield
-        finally:
-            self.end()
+        """Surround one or several updates: parameters, masters and options are up to date.
 
-    def begin(self) -> None:
-        """Bring parameters, masters and options up to date."""
+        Entered on every rank.
+        """
         self.gather.wait()
-        self.params.shard.refresh()
-        self.local.push_options()
+        with self.local.stepping(), self.params.shard.stepping():
+            yield
 
     def update(
         self,
@@ -142,18 +137,10 @@ class Pipeline:
         if self.params.shard.write_back(self.local.let_go, among):
             self.params.attach()
 
-    def end(self) -> None:
-        """Free what only the step needed, and show the options that the optimizer has changed."""
-        self.params.shard.release()
-        self.local.publish_options()
+    def mark_changed(self, among: Iterable[int] | None = None) -> None:
+        """Let autograd see that these parameters, or all that have a gradient, were written to.
 
-    def send(
-        self, among: Iterable[int] | None = None, buckets: Collection[int] | None = None
-    ) -> None:
-        """Send updated parameters to all ranks. Called on every rank.
-
-        Autograd is told that these parameters, or all that have a gradient, were written to. A
-        backward pass on the old values then fails on every rank, as after any optimizer's step.
+        A backward pass on the old values then fails on every rank, as after any optimizer's step.
         """
         params = self.params.params
         with torch._C.DisableTorchFunctionSubclass():  # do not wait for parameters in flight
@@ -163,7 +150,6 @@ class Pipeline:
                 else [params[index] for index in among]
             )
         torch.autograd.graph.increment_version(changed)
-        self.gather.launch(buckets)
 
     def detach(self, params: Iterable[int]) -> None:
         """Remove all hooks, and give these parameters storage of their own."""

@@ -20,6 +20,7 @@ from ranks import run_ranks
 from scenarios import MODULE, compared
 
 from shardstep import BatchSkippedError
+from shardstep.gradients import lockstep
 from shardstep.gradients.lanes import Lanes
 from shardstep.plan import messages
 
@@ -73,28 +74,27 @@ def test_register_keeps_reduced_gradients_in_the_buckets_of_ddp() -> None:
     train(setup, MLP_PROBLEM, range(3))
     setup.model(noise(rank(), 4, 16)).square().mean().backward()
     lanes: Any = setup.opt.mode.pipeline.gradients.lanes
-    assert all(lanes.grad(param) is not None for param in lanes.held)
+    assert lanes.grads.keys() == lanes.held
     assert all(lane.shard is None for lane in lanes)
 
 
-def _failing_at(number: int) -> Callable[..., None]:
-    """Return a function that packs messages, and lacks the memory for one of them on rank 1."""
+def _failing(act: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """Return `act`, but on rank 1 the call of this number lacks memory."""
     left = itertools.count(-number if rank() == 1 else 1, 1)
-    pack = Lanes._pack
 
-    def pack_or_fail(*args: Any) -> None:
+    def act_or_fail(*args: Any) -> Any:
         if next(left) == -1:
             raise torch.OutOfMemoryError("no memory for a message")
-        pack(*args)
+        return act(*args)
 
-    return pack_or_fail
+    return act_or_fail
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 6])
+@pytest.mark.parametrize("number", ["note", 1, 2, 3, 6])
 @pytest.mark.parametrize("remedy", ["recover", "zero_grad", "step"])
 @on_ranks(2)
 def test_a_message_that_cannot_be_packed_leaves_no_rank_waiting(
-    number: int, remedy: str
+    number: Any, remedy: str
 ) -> list[str]:
     """The rest of the round is sent later: with the gradients that there are, or with zeros."""
     _shorten()
@@ -108,7 +108,12 @@ def test_a_message_that_cannot_be_packed_leaves_no_rank_waiting(
             train(expected, MLP_PROBLEM, range(step, step + 1))
             continue
         failed = pytest.raises(torch.OutOfMemoryError) if rank() == 1 else contextlib.nullcontext()
-        with mock.patch.object(Lanes, "_pack", _failing_at(number)), failed:
+        place: Any = Lanes
+        name, call = "_pack", number
+        if number == "note":
+            place, name, call = lockstep, "exchange_rows", 1
+        broken = mock.patch.object(place, name, _failing(getattr(place, name), call))
+        with broken, failed:
             failing.backward(step, MLP_PROBLEM)
         if remedy == "recover":
             if rank() == 0:

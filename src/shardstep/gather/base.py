@@ -18,10 +18,10 @@ class ParamGather(Protocol):
     def launch(self, buckets: Collection[int] | None = None) -> None:
         """Launch the all-gathers of these buckets, or of all."""
 
-    def share_error(self, error: Exception | None) -> None:
-        """Tell all ranks the error of this rank's step, or None; the others raise when they wait.
+    def end_step(self, error: Exception | None, buckets: Collection[int] | None = None) -> None:
+        """Launch the last all-gathers of a step, with the error of this rank's step or None.
 
-        Called before the last launch of a step.
+        The other ranks raise it when they wait.
         """
 
     def wait_for_errors(self) -> None:
@@ -46,8 +46,9 @@ class ImmediateGather(ParamGather):
         self._errors: Work | None = None
 
     @override
-    def share_error(self, error: Exception | None) -> None:
+    def end_step(self, error: Exception | None, buckets: Collection[int] | None = None) -> None:
         self._errors = self._comm.share_error(error)
+        self.launch(buckets)
 
     @override
     def wait_for_errors(self) -> None:

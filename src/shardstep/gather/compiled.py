@@ -3,7 +3,7 @@
 A part that `Module.compile()` compiled before the optimizer was constructed waits for all of its
 parameters before it is called; gathers of later parts go on meanwhile. Whatever else is compiled
 may read any parameter at any time: from then on, every gather is over when the step returns. The
-compiler's callback tells the two apart: for such a part, it comes within the part's call.
+compiler's callback distinguishes the two: for such a part, it comes within the part's call.
 """
 
 from __future__ import annotations

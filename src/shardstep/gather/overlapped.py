@@ -96,11 +96,12 @@ class OverlappedGather(ParamGather):
         self._handles += map(Handle, self._compiled)
 
     @override
-    def share_error(self, error: Exception | None) -> None:
+    def end_step(self, error: Exception | None, buckets: Collection[int] | None = None) -> None:
         try:
             self._flights.errors = self._comm.share_error(error)
         except RuntimeError as raised:
             self._flights.errors = FailedGather(raised)
+        self.launch(buckets)
 
     @override
     def wait_for_errors(self) -> None:

@@ -1,4 +1,4 @@
-"""The interface of a gradient source, and what all sources share."""
+"""The interface of a gradient source, and functions that all sources share."""
 
 from __future__ import annotations
 

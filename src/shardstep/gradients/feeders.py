@@ -42,7 +42,10 @@ class Taken(NamedTuple):
 class Feeder:
     """The source of a reducer's local gradients.
 
-    This base class has what both feeders share; `attach` is called once, by the reducer.
+    The reducer calls `attach` once.
+
+    Attributes:
+        aside: placeholders of gradients that the next round replaces and does not add to.
     """
 
     ends_with_backward = True
@@ -61,6 +64,7 @@ class Feeder:
         # Hooks and DDP outlive the reducer; a strong reference would keep model and optimizer
         # alive, where the garbage collector cannot see it.
         self._reducer = weakref.ref(reducer)
+        self.aside: set[int] = set()
         self._handles: list[RemovableHandle] = []
         served = [weakref.ref(param) for param in self._training]
         placeholders = list(self._placeholders.values())
@@ -96,8 +100,14 @@ class Feeder:
             return [param.grad for param in self._training]
 
     def kept(self) -> set[int]:
-        """Return the parameters whose reduced gradient was not cleared."""
-        raise NotImplementedError
+        """Return the parameters whose gradient was sent and not cleared: equal on every rank."""
+        found = zip(self._trained, self._grads(), self._placeholders.values(), strict=True)
+        return {index for index, grad, own in found if grad is own} - self.aside
+
+    def keep(self, params: Iterable[int]) -> None:
+        """Clear the reduced gradients of all other parameters, as ranks that have data did."""
+        for index in self.kept().difference(params):
+            self._params[index].grad = None
 
     def take(self, params: Sequence[int]) -> Taken:
         """Return this rank's gradients to be sent, and forget them here."""
@@ -113,7 +123,7 @@ class Feeder:
         """Refuse to accumulate gradients locally, if this feeder cannot."""
 
     def resume(self) -> None:
-        """Put aside what was accumulated, to be sent with the next round."""
+        """Put accumulated gradients aside, to be sent with the next round."""
 
     def check_zeroing(self) -> None:
         """Refuse to set gradients to zero, if this feeder cannot."""
@@ -134,8 +144,6 @@ class AutogradFeeder(Feeder):
     def attach(self, reducer: GradReducer) -> None:
         """Register a hook per parameter."""
         super().attach(reducer)
-        # Placeholders whose gradient was accumulated locally and never reduced.
-        self._aside: set[int] = set()
         for index in self._trained:
             if self._params[index].requires_grad:
                 self._handles.append(reducer.hook(index))
@@ -150,11 +158,6 @@ class AutogradFeeder(Feeder):
     def watched(self) -> list[torch.Tensor]:
         """The parameters whose gradients this feeder takes."""
         return self._training
-
-    @override
-    def kept(self) -> set[int]:
-        found = zip(self._trained, self._grads(), self._placeholders.values(), strict=True)
-        return {index for index, grad, own in found if grad is own} - self._aside
 
     @override
     def take(self, params: Sequence[int]) -> Taken:
@@ -172,12 +175,12 @@ class AutogradFeeder(Feeder):
                 param.grad = placeholder
             if isinstance(grad, ShardedGrad):
                 grad = placeholder.incoming
-            else:  # the user has cleared or replaced what came before
+            else:  # the user has cleared or replaced the earlier gradient
                 cleared.append(index)
             grads.append(grad)
             placeholder.incoming = None
-        kept -= self._aside
-        self._aside.difference_update(params)
+        kept -= self.aside
+        self.aside.difference_update(params)
         return Taken(grads, kept, cleared)
 
     @override
@@ -201,12 +204,12 @@ class AutogradFeeder(Feeder):
             reducer.used.clear([param])
             self._placeholders[param].incoming = grad
             self._params[param].grad = self._placeholders[param]
-            self._aside.add(param)
+            self.aside.add(param)
 
     @override
     def clear(self) -> None:
         super().clear()
-        self._aside.clear()
+        self.aside.clear()
 
 
 class DDPFeeder(Feeder):
@@ -222,10 +225,11 @@ class DDPFeeder(Feeder):
     _hidden: Sequence[int] = ()
 
     def attach(self, reducer: GradReducer) -> None:
-        """Feed `reducer` with what is given to `offer`."""
+        """Feed `reducer` with the gradients that are given to `offer`."""
         super().attach(reducer)
         self._offered: dict[int, torch.Tensor] = {}
         self._places: dict[int, torch.Tensor] = {}
+        self.aside = set(self._trained)  # each backward pass starts over
 
     def hide_placeholders(self) -> None:
         """Take the placeholders out of `param.grad`."""
@@ -251,10 +255,6 @@ class DDPFeeder(Feeder):
         if local is not None and not isinstance(local, ShardedGrad):
             self._offered[param] = grad
         reducer.gradient_ready(param)
-
-    @override
-    def kept(self) -> set[int]:
-        return set()  # each backward pass starts over
 
     @override
     def take(self, params: Sequence[int]) -> Taken:

@@ -101,18 +101,22 @@ class _InFlight:
 
 
 class Lanes:
-    """The lanes of all training buckets, in the order in which backward fills them."""
+    """The lanes of all training buckets, in the order in which backward fills them.
+
+    Attributes:
+        grads: this rank's part of each reduced gradient that has arrived, by parameter.
+        held: the parameters of which this rank has a piece.
+        number_of: the number of each parameter's lane.
+        pool_nbytes: the bytes of all buffers for messages.
+    """
 
     def __init__(self, comm: Comm, params: ShardedParams, precision: MixedPrecision) -> None:
         self._comm = comm
         self._plan = params.plan
         self._lanes = _make_lanes(params.plan, params.params, comm.group_rank, precision)
         self.number_of = {p: number for number, lane in enumerate(self._lanes) for p in lane.params}
-        self._forms = {piece.param: piece.form for lane in self._lanes for piece in lane.pieces}
-        # The parameters of which this rank has a piece.
-        self.held = set(self._forms)
-        # Reduced gradients that lie elsewhere than in the shard of their lane.
-        self._elsewhere: dict[int, torch.Tensor] = {}
+        self.held = {piece.param for lane in self._lanes for piece in lane.pieces}
+        self.grads: dict[int, torch.Tensor] = {}
         self._in_flight: deque[_InFlight] = deque()
         self.pool_nbytes = sum(pool_sizes(params.plan, precision).values())
 
@@ -136,14 +140,6 @@ class Lanes:
         dtypes = {lane.like.dtype.to_real() for lane in self._lanes}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
-    def grad(self, param: int) -> torch.Tensor | None:
-        """Return this rank's part of a reduced gradient; None if it has none."""
-        if param in self._elsewhere:
-            return self._elsewhere[param]
-        shard = self._lanes[self.number_of[param]].shard
-        form = self._forms.get(param)
-        return None if shard is None or form is None else shard.as_strided(*form)
-
     def send(self, lane: Lane, taken: Taken) -> None:
         """Pack a bucket and launch its reduce-scatter. Called on every rank.
 
@@ -156,8 +152,6 @@ class Lanes:
         if lane.shard is None:
             lane.shard = lane.new_shard()
             kept.clear()
-            for piece in lane.pieces:
-                self._elsewhere.pop(piece.param, None)
         if lane.arriving is None:
             lane.arriving = lane.new_shard() if kept else lane.shard
         held, out = lane.shard, lane.arriving
@@ -167,7 +161,7 @@ class Lanes:
                 self.clear(index for index in lane.params if index not in kept)
                 held.add_(out)
             else:
-                self._move(lane, memory)
+                self._place(lane, memory)
 
         last = lane.packings[-1]
         for packing in lane.packings[lane.num_launched :]:
@@ -181,17 +175,17 @@ class Lanes:
             self._in_flight.append(_InFlight(lane.bucket.index, work, end))
         lane.arriving, lane.num_launched = None, 0
 
-    def _move(self, lane: Lane, memory: Sequence[torch.Tensor | None]) -> None:
-        """Move this rank's reduced gradients to `memory`, if there is room for all of them."""
+    def _place(self, lane: Lane, memory: Sequence[torch.Tensor | None]) -> None:
+        """Leave reduced gradients in the shard, or move all to `memory` if there is room."""
         assert lane.shard is not None
+        self.grads |= {piece.param: lane.shard.as_strided(*piece.form) for piece in lane.pieces}
         places = [memory[piece.number] for piece in lane.pieces] if memory else []
         fitting = [each for each in places if each is not None and each.dtype == lane.like.dtype]
-        if len(fitting) < len(lane.pieces):
-            return
-        for (param, _, elements, form), place in zip(lane.pieces, fitting, strict=True):
-            own = place if elements is None else flat(place)[elements]
-            self._elsewhere[param] = own.copy_(lane.shard.as_strided(*form))
-        lane.shard = None
+        if len(fitting) == len(lane.pieces):
+            for (param, _, elements, _), place in zip(lane.pieces, fitting, strict=True):
+                own = place if elements is None else flat(place)[elements]
+                self.grads[param] = own.copy_(self.grads[param])
+            lane.shard = None
 
     def launch_zeros(self, first: int = 0) -> list[Work]:
         """Launch the rest of a round with zeros and drop the result, without a wait.
@@ -246,14 +240,12 @@ class Lanes:
 
     def clear(self, params: Iterable[int]) -> None:
         """Set this rank's part of these reduced gradients to zero."""
-        for index in params:
-            grad = self.grad(index)
-            if grad is not None:
-                grad.zero_()
+        for index in self.grads.keys() & set(params):
+            self.grads[index].zero_()
 
     def drop(self) -> None:
         """Free the reduced gradients."""
-        self._elsewhere.clear()
+        self.grads.clear()
         for lane in self._lanes:
             lane.shard = None
 
@@ -269,7 +261,7 @@ class Lanes:
             cuts.append(max(cuts[-1], held.stop - here.start if held.numel else 0))
         whole = lane.like.new_zeros(slot.numel)
         own = whole[cuts[self._comm.group_rank] : cuts[self._comm.group_rank + 1]]
-        grad = self.grad(param)
+        grad = self.grads.get(param)
         if grad is not None and own.numel():
             own.copy_(flat(grad, spec.stride if grad.shape == spec.shape else None))
         self._comm.all_gather(whole, cuts, Operation.FULL).wait()
@@ -283,14 +275,14 @@ class SoloLanes(Lanes):
     def send(self, lane: Lane, taken: Taken) -> None:
         owned = set(taken.cleared)
         for param, grad in zip(lane.params, map(_dense, taken.grads), strict=True):
-            held = self._elsewhere.get(param) if param in taken.kept else None
+            held = self.grads.get(param) if param in taken.kept else None
             if grad is None:
                 if held is None:
-                    self._elsewhere.pop(param, None)
+                    self.grads.pop(param, None)
             elif held is None:
                 # Autograd may have added one tensor to several placeholders, or an expanded one.
                 grad = grad if param in owned else grad.clone()
-                self._elsewhere[param] = grad.detach().to(lane.like.dtype)
+                self.grads[param] = grad.detach().to(lane.like.dtype)
             else:
                 held.add_(grad)
 

@@ -74,7 +74,6 @@ class Lockstep:
 
     def write(self, params: ShardedParams, given_up: bool = False) -> bytes:
         """Return this rank's note."""
-        self.rounds += 1
         self._edit = params.hand_edit()
         edited = EDITED * (self._edit is not None)
         marks = GIVEN_UP * given_up + JOINED * self._join.shadowing + edited
@@ -104,10 +103,11 @@ class Lockstep:
         if arrived is not None:
             self._compare(comm, arrived())
 
-    def meet(self, comm: Comm, params: ShardedParams) -> None:
-        """Send this rank's note to all ranks and compare theirs. Called on every rank."""
+    def exchange(self, comm: Comm, params: ShardedParams) -> None:
+        """Exchange notes with all ranks and compare them. Called on every rank."""
         if comm.world_size > 1:
             work, rows = exchange_rows(comm, self.write(params), params.params[0].device)
+            self.rounds += 1
             work.wait()
             self.read(comm, rows)
 
@@ -118,8 +118,9 @@ class Lockstep:
         """
         yield
         self._arriving = None
-        said = all_gather_json(self.recovery_comm or comm, [getattr(self, name) for name in COUNTS])
-        highest = dict(zip(COUNTS, map(max, zip(*said, strict=True)), strict=True))
+        own = [getattr(self, name) for name in COUNTS]
+        counts = all_gather_json(self.recovery_comm or comm, own)
+        highest = dict(zip(COUNTS, map(max, zip(*counts, strict=True)), strict=True))
         for _ in range(highest["rounds"] - self.rounds):
             yield
         vars(self).update(highest)
@@ -140,11 +141,11 @@ class Lockstep:
         source, first = present[0]
         if any(note[0] & EDITED or note[-1] != first[-1] for _, note in present):
             self._compare_options(comm)
-        for position, what in enumerate(COUNTS.values(), start=1):
+        for position, counted in enumerate(COUNTS.values(), start=1):
             for rank, note in present:
                 if note[position] != first[position]:
                     raise OutOfStepError(
-                        f"ranks are out of step: rank {source} counts {first[position]} {what} "
+                        f"ranks are out of step: rank {source} counts {first[position]} {counted} "
                         f"where rank {rank} counts {note[position]}; do the same on all ranks, and "
                         "call recover() on every rank after an error that you catch"
                     )
@@ -152,11 +153,11 @@ class Lockstep:
     def _compare_options(self, comm: Comm) -> None:
         """Name the option that differs. Called on every rank."""
         options = [{key: _text(value) for key, value in group} for group in self._options]
-        said = all_gather_json(comm, [self._join.shadowing, self._edit, options])
-        for rank, (_, edit, _) in enumerate(said):
+        answers = all_gather_json(comm, [self._join.shadowing, self._edit, options])
+        for rank, (_, edit, _) in enumerate(answers):
             if edit:
                 raise ValueError(f"rank {rank}: {edit}")
-        present = [(rank, groups) for rank, (joined, _, groups) in enumerate(said) if not joined]
+        present = [(rank, groups) for rank, (joined, _, groups) in enumerate(answers) if not joined]
         source, expected = present[0]
         for rank, groups in present:
             for number, (theirs, these) in enumerate(zip(expected, groups, strict=True)):
@@ -183,7 +184,7 @@ class UsedParams:
         self._here: set[int] = set()
         self._zeroed: set[int] = set()
         # One entry per round: the notes and flags of all ranks.
-        self._told: list[tuple[Work, torch.Tensor]] = []
+        self._rounds: list[tuple[Work, torch.Tensor]] = []
         self._num_compared = 0
         self._differed = False
         # The first entry that counts, for parameters whose gradient was cleared in between.
@@ -197,8 +198,8 @@ class UsedParams:
     def clear(self, params: Iterable[int], now_used: Iterable[int] = ()) -> None:
         """Forget every earlier gradient of `params`; note that `now_used` have one on this rank."""
         self._here.difference_update(params)
-        if self._told:
-            self._cleared_at.update(dict.fromkeys(params, len(self._told)))
+        if self._rounds:
+            self._cleared_at.update(dict.fromkeys(params, len(self._rounds)))
         self._here.update(now_used)
 
     def clear_all(self) -> None:
@@ -209,16 +210,22 @@ class UsedParams:
 
     def drop(self) -> None:
         """Forget every gradient, and notes that were not compared."""
-        for work, _ in self._told:
+        for work, _ in self._rounds:
             work.wait()
-        self._told.clear()
+        self._rounds.clear()
         self._num_compared = 0
         self._differed = False
         self._cleared_at.clear()
         self._here.clear()
 
-    def tell(self, given_up: bool = False) -> None:
-        """Tell every rank which parameters had a gradient here. Called on every rank."""
+    def send(
+        self, cleared: Iterable[int] = (), now_used: Iterable[int] = (), given_up: bool = False
+    ) -> None:
+        """Take the changes of a round in, and send this rank's note and flags to all ranks.
+
+        Called on every rank.
+        """
+        self.clear(cleared, now_used)
         size = len(self._trained)
         if not size:
             return
@@ -226,11 +233,12 @@ class UsedParams:
         every = len(self._here) == size
         flags = b"\1" * size if every else bytes(index in self._here for index in self._trained)
         own = self._lockstep.write(self._params, given_up) + flags
-        self._told.append(exchange_rows(self._comm, own, self._device))
+        self._rounds.append(exchange_rows(self._comm, own, self._device))
+        self._lockstep.rounds += 1
 
     def compare(self) -> None:
         """Wait for the notes of all ranks, and compare them."""
-        for work, rows in self._told[self._num_compared :]:
+        for work, rows in self._rounds[self._num_compared :]:
             work.wait()
             self._differed = True
             self._lockstep.read(self._comm, rows[:, : NOTE.size])
@@ -248,16 +256,16 @@ class UsedParams:
     def fold(self) -> None:
         """Merge the flags of all rounds so far into one entry, to bound their number."""
         self.compare()
-        if len(self._told) < 2:
+        if len(self._rounds) < 2:
             return
-        merged = torch.zeros_like(self._told[0][1])
+        merged = torch.zeros_like(self._rounds[0][1])
         flags = merged[:, NOTE.size :]
-        for number, (_, rows) in enumerate(self._told):
+        for number, (_, rows) in enumerate(self._rounds):
             flags |= rows[:, NOTE.size :]
             cleared = [param for param, at in self._cleared_at.items() if at == number + 1]
             if cleared:
                 flags[:, [self._trained.index(param) for param in cleared]] = 0
-        self._told = [(self._told[-1][0], merged)]
+        self._rounds = [(self._rounds[-1][0], merged)]
         self._num_compared = 1
         self._cleared_at.clear()
 
@@ -267,11 +275,11 @@ class UsedParams:
         used = params & self._here
         if used != params:
             # Reading the flags synchronises an accelerator, so do it only if they matter.
-            for number, (_, rows) in enumerate(self._told):
-                told = rows[:, NOTE.size :].any(dim=0).tolist()
+            for number, (_, rows) in enumerate(self._rounds):
+                flags = rows[:, NOTE.size :].any(dim=0).tolist()
                 used |= {
                     index
-                    for index, flag in zip(self._trained, told, strict=True)
+                    for index, flag in zip(self._trained, flags, strict=True)
                     if flag and index in params and number >= self._cleared_at.get(index, 0)
                 }
         return used

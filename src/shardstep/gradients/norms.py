@@ -7,13 +7,14 @@ norm, and then scale each. The first question after the gradients have changed g
 all of them, in one collective; further ones are answered from its result, in any order. So every
 rank has to ask for norms of the same order between two changes, as every rank clips. A rank that
 asks alone waits, and raises after the timeout of the process group. Scaling and clamping change
-this rank's pieces, and send nothing.
+this rank's pieces, and send nothing. Torch may ask and scale one by one: neither may look at all
+parameters each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
@@ -32,6 +33,18 @@ CHANGES: dict[str, Callable[..., object]] = {
 """Element-wise operations with a number, on a list of tensors."""
 
 
+class _Norms(NamedTuple):
+    """The norms of one order.
+
+    Attributes:
+        parts: a row per rank and a column per parameter that trains; -1 for no gradient.
+        total: the norm of each gradient, by parameter.
+    """
+
+    parts: torch.Tensor
+    total: dict[int, torch.Tensor]
+
+
 class ShardNorms(GradientSource):
     """The part of a reducer that answers for the gradients of all ranks, and scales them."""
 
@@ -40,27 +53,31 @@ class ShardNorms(GradientSource):
     lanes: Lanes
     _comm: Comm
     _feeder: Feeder
-    _pieces: Sequence[tuple[int, torch.Tensor]]
-    _norms: dict[float, torch.Tensor]
-    """By order: a row per rank and a column per parameter that trains; -1 for no gradient."""
+    _pieces: Mapping[int, torch.Tensor]
+    """The tensors that this rank's optimizer steps on, by parameter."""
+    _norms: dict[float, _Norms]
+    """By order, since the gradients have changed."""
+
+    def collect_once(self) -> None:
+        """Collect the gradients unless they are; other changes by the user can wait.
+
+        Called on every rank.
+        """
+        raise NotImplementedError
 
     def announce(self, kind: str, arguments: Callable[[], list[Any]] = list) -> None:
-        """Under `Join`, tell joined ranks what to shadow. Called on every rank that has data."""
+        """Under `Join`, announce an action to joined ranks. Called on every rank that has data."""
         raise NotImplementedError
 
     def norms(self, params: Sequence[int], norm_type: float) -> list[torch.Tensor]:
         """Return the norms of these gradients. Called on every rank."""
-        self.collect()
+        self.collect_once()
         if norm_type not in self._norms:
+            self.collect()
             self.announce("norms", lambda: [norm_type])
             self.shadow_norms(norm_type)
-        parts = self._norms[norm_type].clamp_min(0)
-        # A norm that one rank has is taken as it is: the norm of it alone could underflow.
-        alone = (parts != 0).sum(0) <= 1
-        norms = torch.linalg.vector_norm(parts, norm_type, dim=0)
-        norms = torch.where(alone, parts.sum(0), norms)
-        column = {param: number for number, param in enumerate(self.trained)}
-        return [norms[column[param]] for param in params]
+        total = self._norms[norm_type].total
+        return [total[param].clone() for param in params]
 
     def shadow_norms(self, norm_type: float) -> None:
         """Gather the norm of every gradient. Called on every rank."""
@@ -70,17 +87,24 @@ class ShardNorms(GradientSource):
         held = {
             # The largest element of nothing raises.
             param: torch.linalg.vector_norm(grad if grad.numel() else grad.new_zeros(1), norm_type)
-            for param, tensor in self._pieces
+            for param, tensor in self._pieces.items()
             if (grad := tensor.grad) is not None
         }
         # Stacked and not assigned one by one, which would wait for the accelerator.
         own = torch.stack([held.get(param, nothing).to(nothing) for param in self.trained])
-        self._norms[norm_type] = all_gather_rows(self._comm, own, Operation.CLIP)
+        parts = all_gather_rows(self._comm, own, Operation.CLIP)
+        there = parts.clamp_min(0)
+        # A norm that one rank has is taken as it is: the norm of it alone could underflow.
+        alone = (there != 0).sum(0) <= 1
+        total = torch.linalg.vector_norm(there, norm_type, dim=0)
+        total = torch.where(alone, there.sum(0), total)
+        self._norms[norm_type] = _Norms(parts, dict(zip(self.trained, total, strict=True)))
 
     @override
     def all_norms(self, norm_type: float) -> dict[int, torch.Tensor]:
+        self.collect()
         norms = self.norms(self.trained, norm_type)
-        present = (self._norms[norm_type] != -1).any(0).tolist()
+        present = (self._norms[norm_type].parts != -1).any(0).tolist()
         found = zip(self.trained, norms, present, strict=True)
         # The user may have cleared some since the norms were gathered.
         return {p: norm for p, norm, had in found if had and self.params[p].grad is not None}
@@ -88,13 +112,13 @@ class ShardNorms(GradientSource):
     def change(self, operation: str, params: Sequence[int], number: Any) -> None:
         """Change these gradients by an operation of `CHANGES`. Called on every rank."""
         self._feeder.check_change()
-        self.collect()
+        self.collect_once()
         self.announce("change", lambda: [operation, list(params), float(number)])
         self.shadow_change(operation, params, number)
 
     def shadow_change(self, operation: str, params: Sequence[int], number: Any) -> None:
         """Change this rank's pieces of these gradients."""
-        self.collect()
+        self.collect_once()
         grads = self._to_change(params)
         if grads:
             CHANGES[operation](grads, number)
@@ -102,11 +126,12 @@ class ShardNorms(GradientSource):
     def _to_change(self, params: Sequence[int]) -> list[torch.Tensor]:
         """Return this rank's parts of these gradients, and forget all norms."""
         self._norms.clear()
-        among = set(params)
-        return [t.grad for param, t in self._pieces if param in among and t.grad is not None]
+        pieces = (self._pieces[param] for param in params if param in self._pieces)
+        return [tensor.grad for tensor in pieces if tensor.grad is not None]
 
     @override
     def clip_value(self, clip_value: float) -> None:
+        self.collect()
         for operation, number in (("clamp_min_", -clip_value), ("clamp_max_", clip_value)):
             self.change(operation, self.trained, number)
 
@@ -145,7 +170,7 @@ class ShardNorms(GradientSource):
         self.collect()
         self._norms.clear()
         # Torch would raise for the largest element of an empty gradient, on its owner only.
-        pieces = [tensor for _, tensor in self._pieces]
+        pieces = self._pieces.values()
         with_grad = [t for t in pieces if t.grad is not None and t.grad.numel()]
         own = torch.zeros((), dtype=self.lanes.norm_dtype, device=self.params[0].device)
         if with_grad:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import takewhile
 from types import NoneType
@@ -49,15 +49,21 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class _Round:
-    """One pass over all buckets: gradients that each lane waits for, lanes and notes that left.
+    """One pass over all buckets.
 
-    `taken` are the gradients of the next lane, if launching it has failed.
+    Attributes:
+        missing: the gradients that each lane waits for.
+        launched: the number of lanes that were launched.
+        taken: the gradients of the next lane, if launching it has failed.
+        cleared: the parameters whose earlier gradients no longer count.
+        used: the parameters that have a gradient on this rank.
     """
 
     missing: list[set[int]]
     launched: int = 0
-    told: bool = False
     taken: Taken | None = None
+    cleared: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
 
 
 class GradReducer(ShardNorms):
@@ -69,7 +75,7 @@ class GradReducer(ShardNorms):
         feeder: where the local gradients come from.
         precision: the dtypes in which gradients travel and are stepped on.
         overlap: whether buckets leave during backward, or all at its end.
-        join: tells joined ranks what to shadow; None if DDP does.
+        join: announces actions to joined ranks; None if DDP shadows them.
         lockstep: the position of this rank, which travels with each round.
     """
 
@@ -85,7 +91,7 @@ class GradReducer(ShardNorms):
     ) -> None:
         self._comm = comm
         self._plan = plan = params.plan
-        self._pieces = [(piece.param, tensor) for piece, tensor in params.shard]
+        self._pieces = {piece.param: tensor for piece, tensor in params.shard}
         self._feeder = feeder
         self._overlap = overlap
         self._join = join
@@ -163,27 +169,23 @@ class GradReducer(ShardNorms):
         """
         earlier = takewhile(lambda other: other is not self, list(_reached))
         return not self._in_backward or all(
-            other._round is not None and other._round.told for other in earlier
+            other._round is not None and other._round.launched == len(other._order)
+            for other in earlier
         )
 
     def _launch(self, current: _Round) -> None:
-        """Launch the next bucket, complete or not, and the note behind the last."""
+        """Launch the next bucket, complete or not."""
         lane = self._order[current.launched]
         with span("reduce", lane.bucket.index):
             if current.taken is None:
                 current.taken = taken = self._feeder.take(lane.params)
                 pairs = zip(lane.params, taken.grads, strict=True)
-                self.used.clear(taken.cleared, [i for i, grad in pairs if grad is not None])
+                current.used += [index for index, grad in pairs if grad is not None]
+                current.cleared += taken.cleared
             # If this raises, the other ranks wait for the rest of this bucket all the same.
             self.lanes.send(lane, current.taken)
         current.taken = None
         current.launched += 1
-        if current.launched == len(self._order):
-            self._tell(current)
-
-    def _tell(self, current: _Round) -> None:
-        current.told = True
-        self.used.tell()
 
     def expect_backward(self) -> None:
         """End the round with the backward pass that this is called in.
@@ -241,8 +243,7 @@ class GradReducer(ShardNorms):
         with self._lock:
             while current.launched < len(self._order):
                 self._launch(current)
-            if not current.told:
-                self._tell(current)
+            self.used.send(current.cleared, current.used)
             self._round, self._fresh = None, True
             self._phase = Phase.OWED if self.paused else Phase.REDUCED
 
@@ -275,7 +276,7 @@ class GradReducer(ShardNorms):
         """Finish the reductions and give each piece its gradient.
 
         A rank on which no gradient came, or whose gradients were held back by `no_sync`, takes
-        part in a round now. So does one on which the user replaced `param.grad`: what is there
+        part in a round now. So does one on which the user replaced `param.grad`: the new gradient
         counts, as for any optimizer.
         """
         self._finish_interrupted()
@@ -288,17 +289,22 @@ class GradReducer(ShardNorms):
                 types = self._feeder.grad_types()
             self.lanes.wait()
             used = self.used.among(self.lanes.held)
-            for param, tensor in self._pieces:
-                tensor.grad = self.lanes.grad(param) if param in used else None
+            for param, tensor in self._pieces.items():
+                tensor.grad = self.lanes.grads.get(param) if param in used else None
             if not self.paused:
                 self._phase = Phase.COLLECTED
             if not used and self.used.nowhere():
                 self._drop()  # as for any optimizer, a parameter without gradient has None
         if NoneType in types:
             # The user has cleared some by hand, for this step to leave those parameters alone.
-            for param, tensor in self._pieces:
+            for param, tensor in self._pieces.items():
                 if self.params[param].grad is None:
                     tensor.grad = None
+
+    @override
+    def collect_once(self) -> None:
+        if self._phase is not Phase.COLLECTED or self._in_backward:
+            self.collect()
 
     @override
     def release(self) -> None:
@@ -326,8 +332,6 @@ class GradReducer(ShardNorms):
         this rank never began. So a round of zeros comes before the ranks compare how far they are.
         """
         with self._lock:
-            if self._round is not None and self._round.told:
-                self._finish_round(self._round)
             if self._round is None and self._fresh and self.used.agrees():
                 raise RuntimeError(
                     "every rank has finished this backward pass, so the others take its step; call "
@@ -339,7 +343,7 @@ class GradReducer(ShardNorms):
             works = []
             for _ in self._lockstep.even_out(self._comm):
                 works += self.lanes.launch_zeros(first)
-                self.used.tell(given_up=True)
+                self.used.send(given_up=True)
                 first = 0
             for work in works:
                 work.wait()
@@ -351,7 +355,8 @@ class GradReducer(ShardNorms):
         """Set the gradients of these parameters to zero, on this rank's pieces of them."""
         self._feeder.check_zeroing()
         self.lanes.wait()
-        self.used.zero(self._feeder.kept().intersection(params))
+        sharded = {i for i in params if isinstance(self.params[i].grad, ShardedGrad)}
+        self.used.zero(sharded - self._feeder.aside)
         for index in params:
             accumulated = self.placeholders[index].incoming
             if accumulated is not None:
@@ -363,9 +368,10 @@ class GradReducer(ShardNorms):
     def _drop(self) -> None:
         """Leave no gradient and no placeholder."""
         self._feeder.clear()
-        for _, tensor in self._pieces:
+        for tensor in self._pieces.values():
             tensor.grad = None
         self.lanes.drop()
+        self._norms.clear()
         self._forget_all()
 
     def _forget_all(self) -> None:
@@ -396,20 +402,11 @@ class GradReducer(ShardNorms):
     def announce(self, kind: str, arguments: Callable[[], list[Any]] = list) -> None:
         if self._join is not None and self._join.enabled and not self._join.shadowing:
             # Clearing gradients is not announced; all ranks act on those that were not cleared.
-            self._join.announce(self._comm, [kind, self.kept(), arguments()])
+            self._join.announce(self._comm, [kind, sorted(self._feeder.kept()), arguments()])
 
     def shadow_round(self) -> None:
         """Take part in a round with whatever gradients there are. Called on every rank."""
         self._finish_round(self._begin_round())
-
-    def kept(self) -> list[int]:
-        """Return the parameters whose gradient was sent and not cleared: equal on every rank."""
-        return sorted(self._feeder.kept())
-
-    def keep(self, params: Sequence[int]) -> None:
-        """Clear the reduced gradients of all other parameters, as ranks that have data did."""
-        for index in self._feeder.kept().difference(params):
-            self.params[index].grad = None
 
 
 def _hook(param: Any, reducer: weakref.ref[GradReducer], index: int) -> RemovableHandle:

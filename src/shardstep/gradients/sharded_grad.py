@@ -107,8 +107,8 @@ class ShardedGrad(torch.Tensor):
             "sharded across ranks. To clip, call optimizer.clip_grad_norm_(...) or "
             "clip_grad_value_(...); for all norms, optimizer.grad_norms(); to read it, call "
             f"optimizer.full_grad({self.param_name!r}) on every rank; to drop it, call "
-            "optimizer.zero_grad(). To change what a backward pass adds to it, use the parameter's "
-            "register_hook(). Before the next backward pass through a DDP module, call "
+            "optimizer.zero_grad(). To change the gradients that backward adds to it, use the "
+            "parameter's register_hook(). Before the next backward pass through a DDP module, call "
             "zero_grad(); with module=, do not wrap the model in DDP"
         )
 

@@ -1,7 +1,7 @@
 """Placeholders for parameter groups that are empty on a rank.
 
 An unsharded optimizer has no empty groups. Some classes skip an empty group and do not count steps
-in it, while other ranks do. Others raise. The probe tells which classes need placeholders.
+in it, while other ranks do. Others raise. The probe finds the classes that need placeholders.
 """
 
 from __future__ import annotations

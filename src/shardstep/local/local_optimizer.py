@@ -75,7 +75,7 @@ class LocalOptimizer:
         self.mark_changed(value)
 
     def mark_changed(self, value: bool = True) -> None:
-        """Note that the state has changed, to something other than nothing unless told."""
+        """Count a change of the state; pass False if it was cleared."""
         self.fresh = self.fresh and not value
         self.version += 1
 
@@ -164,6 +164,15 @@ class LocalOptimizer:
         """Raise a `ValueError` if the user has changed which parameters the groups have."""
         if (edit := self._params.hand_edit()) is not None:
             raise ValueError(edit)
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Take the exposed options over, and publish in the end those that a step has changed."""
+        self.push_options()
+        try:
+            yield
+        finally:
+            self.publish_options()
 
     def push_options(self) -> None:
         """Replace the optimizer's options by the exposed ones, which schedulers write.

@@ -155,7 +155,7 @@ class Mode(ShardView):
         return Pipeline(params, self.make_gradients(params), local, gather, self.buffers)
 
     def follow(self, stepping: bool = False) -> None:
-        """Adapt to what was done to the parameters since the last step. Called on every rank.
+        """Adapt to changes of the parameters since the last step. Called on every rank.
 
         Data that only moved is this rank's own affair. Freezing, unfreezing, or another dtype or
         device change the plan, and have to be done on every rank. Ranks that changed different
@@ -170,7 +170,7 @@ class Mode(ShardView):
             self.replan(FOLLOWING, self.planner.plan)  # raises on every rank
         specs = self.planner.specs()
         if self.pipeline.gradients.has_gradients():
-            # Gradients lie where the plan in force has put them: freezing and unfreezing between
+            # The plan in force has placed these gradients: freezing and unfreezing between
             # backward and step wait until they are cleared.
             specs = [
                 replace(spec, trainable=before)
@@ -315,7 +315,7 @@ class Mode(ShardView):
         )
 
     def shadow(self, step: Callable[[], object], zero_grad: Callable[[bool], object]) -> None:
-        """Do what the ranks that have data are doing. Called on every joined rank."""
+        """Shadow the ranks that have data. Called on every joined rank."""
         raise NotImplementedError
 
     def end_join(self) -> None:
@@ -325,7 +325,7 @@ class Mode(ShardView):
         """Run `act`, which updates this rank's pieces, and send the result. Called on every rank.
 
         Raises:
-            RuntimeError: on every rank, if it failed on one. What it did is sent all the same, so
+            RuntimeError: on every rank, if it failed on one. Its changes are sent all the same, so
                 parameters stay equal on all ranks.
         """
         if self.join.enabled:
@@ -346,7 +346,8 @@ class Mode(ShardView):
         try:
             run_on_all_ranks(self.comm, "apply()", act_here)
         finally:
-            pipeline.send(pipeline.params.trained)
+            pipeline.mark_changed(pipeline.params.trained)
+            pipeline.gather.launch()
             frozen.send_changed()
 
     def after_zero_grad(self) -> None:

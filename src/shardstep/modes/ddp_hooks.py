@@ -227,7 +227,7 @@ class _Kept:
 
 def _check(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> None:
     """Raise unless the optimizer and the DDP module belong together."""
-    # A compiled module passes on what it is asked for.
+    # A compiled module has the attributes of the module inside.
     within = getattr(ddp, "_orig_mod", ddp)
     ours = isinstance(getattr(zero, "mode", None), Mode)
     if not (ours and isinstance(within, DistributedDataParallel)):

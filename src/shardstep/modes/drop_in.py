@@ -50,7 +50,7 @@ class DropIn(Mode):
             elif self._checks_left:
                 self._checks_left -= 1
                 self._check_synchronised()
-        self.lockstep.meet(self.comm, self.pipeline.params)
+        self.lockstep.exchange(self.comm, self.pipeline.params)
 
     def _check_synchronised(self) -> None:
         """Raise on every rank if gradients differ, naming one. Called on every rank."""

@@ -94,7 +94,7 @@ class ModeFront(Optimizer, Joinable):
         verify(self.mode)
 
     def report(self) -> Report:
-        """Return what this rank holds and sends, and each group's layout; print it."""
+        """Return the bytes that this rank holds and sends, and each group's layout; print it."""
         mode, plan = self.mode, self.plan
         reducing = mode.precision if mode.reduces_gradients else None
         own = share(plan, mode.comm.group_rank, reducing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,7 +119,7 @@ class InsideDDP(Mode):
         if self.reduces_gradients:
             self.pipeline.gradients.collect()  # notes travel with every round
         else:
-            self.lockstep.meet(self.comm, self.pipeline.params)
+            self.lockstep.exchange(self.comm, self.pipeline.params)
 
     def _provide(self, joined: bool) -> None:
         """Send joined ranks the options of the groups, and gradients unless they are reduced."""
@@ -133,7 +133,7 @@ class InsideDDP(Mode):
         if not self._step_owed:
             return  # the others only accumulate, under DDP's no_sync
         self._step_owed = False
-        reduced = self.reduces_gradients  # then what is in param.grad is not the rank's own
+        reduced = self.reduces_gradients  # then param.grad does not have the rank's own gradients
         with self.join.shadow(), nullcontext() if reduced else keep_gradients(self.params):
             self._provide(joined=True)
             self._step_now()
@@ -201,8 +201,8 @@ class InsideDDP(Mode):
         self._stepped_in_backward = True
         check()
         # Not earlier: ranks find their first bucket reduced at different times.
-        self.lockstep.meet(self.comm, self.pipeline.params)
-        self.local.refuse_hand_edit()  # one rank meets no other
+        self.lockstep.exchange(self.comm, self.pipeline.params)
+        self.local.refuse_hand_edit()  # a single rank exchanges no notes
 
         def count() -> None:
             self.lockstep.steps += 1
@@ -256,7 +256,7 @@ class BucketStepper:
         self.mode = mode
         self._index_of: dict[torch.Tensor, int] = {}
         self._waiting: deque[_Reduction] = deque()
-        self._stepping = False
+        self._step: ExitStack | None = None
         self._counts_steps = False
         self._edited = False
         self._error: Exception | None = None
@@ -285,9 +285,9 @@ class BucketStepper:
             self._step_next()
 
     def _step_next(self) -> None:
-        """Step on the gradients of one bucket, and gather what is complete."""
+        """Step on the gradients of one bucket, and gather our buckets that are complete."""
         mode = self.mode
-        if not self._stepping:
+        if self._step is None:
             self._begin()
         reduction = self._waiting.popleft()
         value = reduction.future.wait()
@@ -314,18 +314,19 @@ class BucketStepper:
             missing.difference_update(grads)
         # Backward is not over. An operation that still needs an old value has to fail, on every
         # rank, and not find a new one.
-        pipeline.send(grads, complete)
+        pipeline.mark_changed(grads)
+        pipeline.gather.launch(complete)
 
     def _begin(self) -> None:
         # Groups that were edited by hand are refused at the end: until then the other ranks wait
         # for this one's buckets.
         self._edited = self.mode.pipeline.params.hand_edit() is not None
+        self._step = ExitStack()
         if self._edited:
             self.mode.pipeline.gather.wait()
         else:
             self.mode.follow(stepping=True)
-            self.mode.pipeline.begin()
-        self._stepping = True
+            self._step.enter_context(self.mode.pipeline.stepping())
         self._counts_steps = False
         self._missing = [
             {slot.param for slot in bucket.slots} for bucket in self.mode.plan.training_buckets
@@ -334,18 +335,17 @@ class BucketStepper:
     def _finish(self) -> None:
         while self._waiting:
             self._step_next()
-        self._stepping = False
-        pipeline = self.mode.pipeline
-        if not self._edited:
-            pipeline.end()
+        assert self._step is not None  # a bucket was stepped on just now
+        self._step.close()
+        self._step = None
         error, self._error = self._error, None
-        pipeline.gather.share_error(error)
-        pipeline.send((), [number for number, missing in enumerate(self._missing) if missing])
+        rest = [number for number, missing in enumerate(self._missing) if missing]
+        self.mode.pipeline.gather.end_step(error, rest)
         self.mode.end_interleaved(self._counts_steps, error)
 
 
 def _step_counters(optim: Optimizer) -> list[str]:
-    """Return what an optimizer keeps outside the state of its tensors and may count steps in."""
+    """Return all values outside the state of tensors in which an optimizer may count steps."""
     numbers = [
         {key: v for key, v in vars(part).items() if type(v) in (int, float)}
         for part in parts_of(optim)

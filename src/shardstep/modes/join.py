@@ -1,4 +1,4 @@
-"""Uneven inputs: what a rank that has run out of data does while the others go on."""
+"""Uneven inputs: a rank that has run out of data shadows the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardstep.plan import ShardPlan
 
 
 class _ZeROJoinHook(JoinHook):
-    """Shadows what the ranks that still have data do.
+    """Shadows the ranks that still have data.
 
     A joined rank still owns its part of the state, so it has to go on updating it.
     """
@@ -44,21 +44,21 @@ def options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             return all(map(plain, value))
         return value is None or isinstance(value, (bool, int, float, str))
 
-    told = []
+    found = []
     for group in groups:
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         for key, value in options.items():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 options[key] = value.item()
-        told.append({key: value for key, value in options.items() if plain(value)})
-    return told
+        found.append({key: value for key, value in options.items() if plain(value)})
+    return found
 
 
 def take_options(
-    groups: Sequence[MutableMapping[str, Any]], told: Sequence[Mapping[str, Any]]
+    groups: Sequence[MutableMapping[str, Any]], given: Sequence[Mapping[str, Any]]
 ) -> None:
     """Write options from `options_of` on another rank into these groups."""
-    for group, options in zip(groups, told, strict=True):
+    for group, options in zip(groups, given, strict=True):
         for key, value in options.items():
             before = group.get(key)
             if isinstance(before, torch.Tensor):
@@ -69,16 +69,16 @@ def take_options(
 
 def share_options(comm: Comm, groups: Sequence[MutableMapping[str, Any]], joined: bool) -> None:
     """Give joined ranks the options of a rank that has data. Called on every rank."""
-    said = all_gather_json(comm, None if joined else options_of(groups))
+    answers = all_gather_json(comm, None if joined else options_of(groups))
     if joined:
-        take_options(groups, next(options for options in said if options is not None))
+        take_options(groups, next(options for options in answers if options is not None))
 
 
 @contextmanager
 def keep_gradients(params: Sequence[torch.Tensor]) -> Iterator[None]:
     """Put a joined rank's own gradients back after a step on those of the others.
 
-    Otherwise the first backward pass after `Join` would add to what the user never saw.
+    Otherwise the first backward pass after `Join` would add to gradients that the user never saw.
     """
     own = [param.grad for param in params]
     for param in params:
@@ -112,9 +112,9 @@ def provide_gradients(
         if param.grad is not None and param.grad.layout is not torch.strided
     ]
     own = None if joined else [without, sparse, options_of(groups)]
-    said = all_gather_json(comm, own)
-    source = next(rank for rank, what in enumerate(said) if what is not None)
-    without, sparse, options = said[source]
+    answers = all_gather_json(comm, own)
+    source = next(rank for rank, answer in enumerate(answers) if answer is not None)
+    without, sparse, options = answers[source]
     if sparse:
         raise ValueError(
             f"parameter {plan.specs[sparse[0]].name!r} has a sparse gradient, which cannot be sent "
@@ -122,7 +122,7 @@ def provide_gradients(
         )
     if joined:
         take_options(groups, options)
-    for target in (rank for rank, what in enumerate(said) if what is None):
+    for target in (rank for rank, answer in enumerate(answers) if answer is None):
         if comm.group_rank not in (source, target):
             continue
         for bucket in plan.training_buckets:

@@ -99,7 +99,7 @@ class ModuleMode(Mode):
     @override
     def connect(self) -> None:
         # Gathers of one step and reductions of the next overlap, so neither may queue behind the
-        # other. Nor may they meet the traffic of another optimizer in the same group: a backward
+        # other. Nor may they share a queue with another optimizer of the same group: a backward
         # pass through two modules may reduce in a different order on each rank.
         self.gather_comm = self.comm.new_connection()
         if self._recoverable:
@@ -197,9 +197,7 @@ class ModuleMode(Mode):
         self._reducer.recover()
         self.buffers.send()
 
-    @override
-    def after_zero_grad(self) -> None:
-        self.follow()
+    after_zero_grad = Mode.follow
 
     @override
     def ready_gradients(self) -> GradientSource:
@@ -217,6 +215,8 @@ class ModuleMode(Mode):
         if self.join.enabled or self.join.shadowing:
             return
         params = self.pipeline.params
+        if params.unchanged():
+            return
         with torch._C.DisableTorchFunctionSubclass():
             waits = self._reducer.has_gradients() or params.storage.intact()
             late = [index for index in params.frozen if params.params[index].requires_grad]
@@ -258,7 +258,7 @@ class ModuleMode(Mode):
     @override
     def shadow(self, step: Callable[[], object], zero_grad: Callable[[bool], object]) -> None:
         kind, kept, arguments = self.join.announce(self.comm, None)
-        self._reducer.keep(kept)
+        self._feeder.keep(kept)
 
         def shadow_step(options: list[dict[str, Any]]) -> None:
             take_options(self.groups, options)
@@ -280,8 +280,8 @@ class ModuleMode(Mode):
     @override
     def end_join(self) -> None:
         # The last rank with data may have cleared gradients after its last step.
-        kept = all_gather_json(self.comm, self._reducer.kept())
-        self._reducer.keep([index for index in kept[0] if all(index in each for each in kept)])
+        kept = all_gather_json(self.comm, sorted(self._feeder.kept()))
+        self._feeder.keep([index for index in kept[0] if all(index in each for each in kept)])
 
 
 def check_membership(module: torch.nn.Module, params: Sequence[torch.Tensor]) -> None:

@@ -87,7 +87,7 @@ def refuse_dtensors(named: Iterable[tuple[str, torch.Tensor]], why: str) -> None
 
 
 NO_OFFSETS = (
-    "a checkpoint of one process group does not know where its part lies in the whole; save "
+    "a checkpoint of one process group does not know the offset of its part in the whole; save "
     "state_dict() after consolidate_state_dict() in a file for each tensor-parallel rank"
 )
 """The reason why checkpoints refuse DTensors."""

@@ -1,7 +1,7 @@
 """Tensors in memory order.
 
-Elements are numbered in the order they have in memory: a channels-last weight is flattened as it
-lies, without a copy, and a state tensor made like it comes back in the same format.
+Elements are numbered in the order they have in memory: a channels-last weight is flattened
+without a copy, and a state tensor made like it comes back in the same format.
 """
 
 from __future__ import annotations

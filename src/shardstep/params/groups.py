@@ -46,15 +46,15 @@ def describe_edit(
     known, there = {id(param) for param in params}, {id(param) for held in lists for param in held}
     gone = [name for param, name in zip(params, names, strict=True) if id(param) not in there]
     if gone:
-        what = f"parameter {gone[0]!r} is no longer in it"
+        edit = f"parameter {gone[0]!r} is no longer in it"
         fix = "freeze a parameter with requires_grad_(False) to leave it out of the step"
     elif there - known:
         number = next(n for n, held in enumerate(lists) if any(id(p) not in known for p in held))
-        what = f"group {number} has a parameter that is not the optimizer's"
+        edit = f"group {number} has a parameter that is not the optimizer's"
         fix = "call add_param_group() on every rank"
     else:
-        what = f"it has groups of {[*map(len, lists)]} parameters, in place of {lengths}"
+        edit = f"it has groups of {[*map(len, lists)]} parameters, in place of {lengths}"
         if [*map(len, lists)] == lengths:
-            what = "its parameters are in another order"
+            edit = "its parameters are in another order"
         fix = "leave parameters where they are, or construct another optimizer"
-    return f"param_groups was edited by hand: {what}; {fix}"
+    return f"param_groups was edited by hand: {edit}; {fix}"

@@ -66,7 +66,7 @@ def _module_of(params: Any, method: Any) -> torch.nn.Module | None:
 
 
 class ParamsArgument:
-    """The user's `params`, read once. Errors are raised later, when all ranks meet."""
+    """The user's `params`, read once. Errors are raised later, on all ranks."""
 
     def __init__(self, params: Any) -> None:
         self.module = _module_of(params, torch.nn.Module.parameters)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 
 import torch
@@ -88,7 +89,7 @@ class StepTensors(ABC):
         return self._wide[piece.bucket].as_strided(shape, stride, self._offsets[piece.param])
 
     def repoint(self) -> None:
-        """Follow the parameters to where their data lies now."""
+        """Point at the memory that the parameters have now."""
         for piece in self._pieces:
             # Writing back an unchanged parameter must not look like a change to autograd. The
             # pipeline marks those that a step has changed.
@@ -104,11 +105,11 @@ class StepTensors(ABC):
         """Round into these parameters, or into all."""
 
     def release(self) -> bool:
-        """Free what only the step needed. Return True if tensors have moved."""
+        """Free memory that only a step needs. Return True if tensors have moved."""
         return False
 
     def values(self) -> dict[int, torch.Tensor]:
-        """Return what must be saved beyond the parameters, by parameter number."""
+        """Return the values to save in addition to the parameters, by parameter number."""
         return {}
 
     @abstractmethod
@@ -337,7 +338,7 @@ class Shard:
         return [(index, self._tensors[index]) for index in params if index in self._tensors]
 
     def repoint(self) -> None:
-        """Follow the parameters to where their data lies now; the tensor objects stay."""
+        """Point at the memory that the parameters have now; the tensor objects stay."""
         self.wide.repoint()
         self._point(self.views)
 
@@ -347,10 +348,16 @@ class Shard:
             tensor.data = self._view(piece)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors.values()]
 
-    def refresh(self) -> None:
-        """Give every step tensor its parameter's value, before a step."""
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Give every step tensor its parameter's value; at the end free memory of the step."""
         if self.wide.refresh():
             self._point(self._widened)
+        try:
+            yield
+        finally:
+            if self.wide.release():
+                self._point(self._widened)
 
     def write_back(self, free_memory: FreeMemory, among: Container[int] | None = None) -> bool:
         """Write back step tensors of these parameters. Return True if a parameter has moved.
@@ -360,11 +367,6 @@ class Shard:
         moved = self._copy_reassigned(free_memory)
         self.wide.write_back(among)
         return moved
-
-    def release(self) -> None:
-        """Free what only the step needed."""
-        if self.wide.release():
-            self._point(self._widened)
 
     def _copy_reassigned(self, free_memory: FreeMemory) -> bool:
         """Copy back views that the optimizer pointed at other memory by assigning `p.data`.

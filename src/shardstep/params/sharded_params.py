@@ -96,7 +96,7 @@ class ParamStorage(ABC):
         self._attached = self._addresses()
 
     def intact(self) -> bool:
-        """Return True if every parameter still lies where `attach` left it."""
+        """Return True if every parameter still has the memory that `attach` left it."""
         return self._attached == self._addresses()
 
     def _addresses(self) -> tuple[list[int], list[tuple[int, ...]]]:
@@ -110,7 +110,7 @@ class ParamStorage(ABC):
 
     @abstractmethod
     def detach(self, params: Iterable[int]) -> None:
-        """Give these parameters separate storage, if they lie in a shared buffer."""
+        """Give these parameters separate storage, if they share a buffer."""
 
 
 class OwnStorage(ParamStorage):
@@ -164,7 +164,7 @@ class OwnStorage(ParamStorage):
 class BucketViews(ParamStorage):
     """Parameters in the memory of the buckets. Nothing is packed to be sent.
 
-    Each parameter has a storage object of its own on that memory. Two tensors with one storage
+    Each parameter has a separate storage object on that memory. Two tensors with one storage
     object are taken for tied weights: safetensors would write one of them.
     """
 
@@ -247,7 +247,7 @@ class ShardedParams:
         self.shard = Shard(pieces, params, separate, wide)
 
     def attach(self) -> None:
-        """Take the parameters in, wherever their data lies now."""
+        """Take the parameters in, with the memory that they have now."""
         self.storage.attach()
         self.shard.repoint()
 
