@@ -63,6 +63,10 @@ def test_keep_last_does_not_count_a_checkpoint_that_was_found_damaged(tmp_path: 
     ckpt.save(tmp_path / "step-3", extra=3, keep_last=2)
     assert names(tmp_path) == ["step-2", "step-3", "step-3.damaged"]
     flip(tmp_path / "step-3" / "contents.json")
+    with pytest.warns(UserWarning, match=r"it is now .*step-3\.2\.damaged"):
+        ckpt.resume(tmp_path)
+    ckpt.save(tmp_path / "step-3", extra=3, keep_last=2)
+    flip(tmp_path / "step-3" / "contents.json")
     (tmp_path / "step-2").rename(tmp_path / "step-2.damaged")
     with pytest.raises(ckpt.CheckpointError, match=r"no checkpoint in .*`resume` found it"):
         ckpt.resume(tmp_path)

@@ -88,10 +88,8 @@ def writing(path: Path) -> Iterator[None]:
 
 def open_plain(path: Path) -> FileIO:
     """Open a regular file for reading: no link, pipe or device."""
-    try:
+    with reading(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path}: is not a plain file")

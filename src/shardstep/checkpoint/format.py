@@ -75,6 +75,11 @@ class Tree:
         """The tensors of the value, in order."""
         return leaves(self.node)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
 
 @dataclass(frozen=True, slots=True)
 class SavedParam:

@@ -29,10 +29,10 @@ from shardstep.checkpoint.read import Checkpoint
 from shardstep.comm import Comm, Operation, broadcast
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import CLASS_KEY, MultiClass, parts_of
-from shardstep.params.flat import flat
+from shardstep.params.flat import flat, view_box
 from shardstep.params.groups import group_ranges
 from shardstep.plan import Interval, ParamSpec, boxes
-from shardstep.state.torch_dict import install, warn_of_missing_state
+from shardstep.state.torch_dict import finish_load, install, warn_of_missing_state
 from shardstep.state.tree import Leaf, wrappers
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class _Loading:
     match: Match
     states: dict[int, Any] = field(default_factory=dict)  # by parameter number, as masters
     masters: dict[int, torch.Tensor] = field(default_factory=dict)
-    has_masters: bool = False  # on any rank: a full state dict needs these before the first step
+    has_masters: bool = False  # on any rank
     global_state: dict[str, Any] = field(default_factory=dict)
     extra_entries: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -250,8 +250,8 @@ class _Loading:
         self, stored: Stored, spec: ParamSpec, held: Interval, shard: torch.Tensor
     ) -> None:
         """Fill `shard` with the elements `held` of a tensor that has the parameter's shape."""
-        for stretch, box in boxes(held, spec.shape, spec.stride):
-            view = shard.as_strided(box.sizes, spec.stride, stretch.start - held.start)
+        for _, box in boxes(held, spec.shape, spec.stride):
+            view = view_box(shard, box, spec.stride, held.start)
             self.match.checkpoint.read_box(stored, box, view)
 
     def install(self, what: str) -> None:
@@ -260,17 +260,12 @@ class _Loading:
         with ExitStack() as undo:
             run_on_all_ranks(match.comm, what, partial(self._install_fallible, undo))
             undo.pop_all()
+        self._install_weights()
         saved = match.checkpoint.contents.optimizer
         if match.optimizer is not None and saved is not None:
-            match.optimizer.shards.local.stepped = saved.stepped
-            match.optimizer.shards.local.publish_options()
-        self._install_weights()
-        if match.optimizer is not None and saved is not None:
             # After the weights: a master that does not round to its parameter is discarded.
-            match.optimizer.shards.set_masters(self.masters)
-            if self.has_masters:
-                match.optimizer.shards.local.mark_changed()
-            match.optimizer.shards.rounding_step = saved.rounding_step
+            shards, rounding_step = match.optimizer.shards, saved.rounding_step
+            finish_load(shards, self.masters, saved.stepped, self.has_masters, rounding_step)
 
     def _install_fallible(self, undo: ExitStack) -> None:
         """Install what runs the user's code, which may raise. Each step is preceded by its undo."""

@@ -285,7 +285,7 @@ class Match:
                 state = self.found[index].state
                 if state is not None and params[index].device.type == "cpu":
                     share = held[index].numel / max(1, plan.specs[index].numel)
-                    nbytes += int(share * sum(leaf.nbytes for leaf in state.leaves))
+                    nbytes += int(share * state.nbytes)
             trees += [contents.optimizer.global_state, *self.options]
         nbytes += sum(stored.nbytes for tree in trees if tree for stored in tree.stored.values())
         self.require(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -207,17 +207,14 @@ def verify(path: str | os.PathLike[str], *, stages: Stages = no_stages) -> tuple
 def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, Any]:
     """Return the optimizer's state dict, keyed by names as in DCP, or by numbers as in torch."""
     saved = saved_optimizer(checkpoint, named=named)
-    keys = {param.name: param.name if named else n for n, param in enumerate(saved.params)}
+    keys = [param.name if named else number for number, param in enumerate(saved.params)]
+    pairs = zip(keys, saved.params, strict=True)
     state, masters = split_masters(
-        {
-            keys[param.name]: checkpoint.read_value(param.state)
-            for param in saved.params
-            if param.state is not None
-        }
+        {key: checkpoint.read_value(param.state) for key, param in pairs if param.state is not None}
     )
-    groups = []
+    groups, left = [], iter(keys)
     for names, options in saved.groups:
-        group = {**checkpoint.read_value(options), "params": [keys[name] for name in names]}
+        group = {**checkpoint.read_value(options), "params": list(islice(left, len(names)))}
         if not saved.positional and not named:
             group["param_names"] = list(names)
         groups.append(group)

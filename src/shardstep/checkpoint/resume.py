@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,8 +109,11 @@ def _pass_over(path: Path, error: CheckpointError, instead: Path) -> None:
     """Warn of a damaged checkpoint, and free its name unless it belongs to another user."""
     moved = ""
     if not isinstance(error.__cause__, PermissionError) and path.suffix != DAMAGED:
+        # The run may have found a checkpoint of this name damaged before.
+        numbers = ("", *(f".{number}" for number in range(2, 100)))
+        names = [path.with_name(f"{path.name}{number}{DAMAGED}") for number in numbers]
         try:
-            moved = f"; it is now {path.rename(path.with_name(path.name + DAMAGED))}"
+            moved = f"; it is now {path.rename(next(filterfalse(os.path.lexists, names)))}"
         except OSError as failed:
             moved = f"; it could not be renamed ({failed.strerror})"
     warnings.warn(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import operator
 import os
 import platform
 import warnings
@@ -59,6 +58,7 @@ from shardstep.comm import Comm, SoloComm
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import extras, saved_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
+from shardstep.params.flat import view_box
 from shardstep.params.groups import group_ranges
 from shardstep.params.names import unwrapped, unwrapped_name
 from shardstep.plan import Box, ShardPlan, boxes
@@ -182,9 +182,7 @@ class _OptimizerWriter:
         kept, tensor = self._kept[index], self._tensors[index][number]
         if not (kept.shared and kept.per_element[number]):
             return tensor
-        stride = kept.spec.stride
-        start = sum(map(operator.mul, box.offsets, stride)) - self._held[index].start
-        return tensor.as_strided(box.sizes, stride, tensor.storage_offset() + start)
+        return view_box(tensor, box, kept.spec.stride, self._held[index].start)
 
 
 def add_groups(

@@ -6,9 +6,12 @@ without a copy, and a state tensor made like it comes back in the same format.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
+
+from shardstep.plan import Box
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -38,3 +41,12 @@ def flat(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torch.T
         like = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = like.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def view_box(piece: torch.Tensor, box: Box, stride: tuple[int, ...], start: int) -> torch.Tensor:
+    """Return a box of a tensor with this stride, as a view of its elements from `start` on.
+
+    `piece` has these elements in memory order.
+    """
+    first = sum(map(operator.mul, box.offsets, stride)) - start
+    return piece.as_strided(box.sizes, stride, piece.storage_offset() + first)

@@ -21,6 +21,7 @@ from shardstep.plan import ShardPlan
 from shardstep.state.exchange import move_state
 from shardstep.state.named_dict import numbered
 from shardstep.state.torch_dict import (
+    finish_load,
     load_share,
     masters_in,
     match_params,
@@ -122,17 +123,13 @@ def load_full(shards: ShardView, groups: Groups, state_dict: Mapping[str, Any]) 
     masters = masters_in(full, shards)
     shards.give_masters({*present, *full["masters"]})
     load_share(full, shards)
-    shards.set_masters(masters)
     given = shards.local.groups_given
     # Accelerate loads a copy of the dict that it was given before the first step. The dict itself
     # comes from torch.distributed.checkpoint, which has read nothing into it.
     itself = given is None or given is state_dict.get("param_groups")
     quiet = shards.local.fresh and not itself
-    shards.local.stepped = bool(present)
-    if full["masters"]:
-        shards.local.mark_changed()
-    shards.rounding_step = full.get("rounding_step", shards.rounding_step)
-    shards.local.publish_options()
+    rounding_step = full.get("rounding_step", shards.rounding_step)
+    finish_load(shards, masters, bool(present), bool(full["masters"]), rounding_step)
     if present or not quiet:
         warn_of_missing_state(shards, present)
 

@@ -111,6 +111,25 @@ def install(
     _undo_casts(shards.optim, state, [None if i in wide else specs[i].dtype for i in numbers])
 
 
+def finish_load(
+    shards: ShardView,
+    masters: Mapping[int, torch.Tensor],
+    stepped: bool,
+    has_masters: bool,
+    rounding_step: int,
+) -> None:
+    """Set everything that `install` does not: masters, counts, and the exposed options.
+
+    `has_masters` is True on every rank if any rank was given masters.
+    """
+    shards.set_masters(masters)
+    shards.local.stepped = stepped
+    if has_masters:
+        shards.local.mark_changed()  # a full state dict needs them, even before the first step
+    shards.rounding_step = rounding_step
+    shards.local.publish_options()
+
+
 def masters_in(full: Mapping[str, Any], shards: ShardView) -> dict[int, torch.Tensor]:
     """Return the masters of this rank's pieces in a matched state dict, by parameter."""
     specs, held = shards.plan.specs, shards.held

@@ -280,15 +280,10 @@ def with_leaves(node: Node, leaf: Callable[[int, Node], Node]) -> Node:
     numbers = count()
 
     def walk(node: Node) -> Node:
-        if node[0] == "tensor":
+        # Text in a value or a key may be "tensor" too, in a list of another length.
+        if node[:1] == ["tensor"] and len(node) == 6:
             return leaf(next(numbers), node)
-        if node[0] == "dict":
-            return ["dict", [[key, walk(item)] for key, item in node[1]]]
-        if node[0] == "wrapper":
-            return [*node[:2], [[name, walk(item)] for name, item in node[2]], *node[3:]]
-        if node[0] in ("list", "tuple", "deque"):
-            return [node[0], [walk(item) for item in node[1]], *node[2:]]
-        return node
+        return [walk(part) if isinstance(part, list) else part for part in node]
 
     return walk(node)
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
+from shardstep.params.flat import view_box
 from shardstep.plan import Box, Interval, ParamSpec, boxes
 
 aten = torch.ops.aten
@@ -29,8 +30,8 @@ class Placeholder(torch.Tensor):
     home: str  # the device of this rank's part
     part: torch.Tensor | None = None
     form: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # shape and stride of the part
-    cut_stride: tuple[int, ...] = ()  # of the parameter that the part is cut from, if it is
-    chunks: Sequence[tuple[int, Box]] = ()  # the part's boxes, each with its first element
+    boxes: Sequence[Box] = ()  # of the part
+    cut: tuple[tuple[int, ...], int] = ((), 0)  # the tensor's stride, and the part's first element
     reading: bool = False
     room: torch.Tensor | None = None  # to read into; not `part`, since a read may fail half way
     taken: bool = False
@@ -59,14 +60,11 @@ class Placeholder(torch.Tensor):
             self.part = part if started else None
             self.form = (tuple(part.shape), tuple(part.stride()))
             self.home = str(part.device)
-            self.chunks = [(0, Box.whole(shape))]
+            self.boxes, self.cut = [Box.whole(shape)], (tuple(part.stride()), 0)
         if part is not None and cut is not None and cut[0] != cut[1].whole:
             interval, spec = cut
-            self.cut_stride = spec.stride
-            self.chunks = [
-                (stretch.start - interval.start, box)
-                for stretch, box in boxes(interval, spec.shape, spec.stride)
-            ]
+            self.boxes = [box for _, box in boxes(interval, spec.shape, spec.stride)]
+            self.cut = spec.stride, interval.start
         return self
 
     def take_part(self) -> torch.Tensor | None:
@@ -119,7 +117,7 @@ class Placeholder(torch.Tensor):
 
         return [
             ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for _, box in self.chunks
+            for box in self.boxes
         ]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor | None:
@@ -127,10 +125,9 @@ class Placeholder(torch.Tensor):
         if index.offset is None:
             return None
         tensor = self._make_room() if self.reading else self.part
-        for start, box in self.chunks:
+        for box in self.boxes:
             if box.offsets == tuple(index.offset) and tensor is not None:
-                stride = self.cut_stride or tensor.stride()
-                return tensor.as_strided(box.sizes, stride, tensor.storage_offset() + start)
+                return view_box(tensor, box, *self.cut)
         raise ValueError(f"{self.label} has no box at {tuple(index.offset)} on this rank")
 
     # ------------------------------------------------------------------------------ all other uses
@@ -177,7 +174,7 @@ class Placeholder(torch.Tensor):
         """Make a placeholder for the same tensor, with memory for its part or without a part."""
         made = Placeholder(self.label, self.shape, self.dtype, device or self.device, self.started)
         if with_part:
-            made.form, made.cut_stride, made.chunks = self.form, self.cut_stride, self.chunks
+            made.form, made.boxes, made.cut = self.form, self.boxes, self.cut
             if self.part is not None:
                 made.part = torch.empty_like(self.part, device=device)
                 made.home = str(made.part.device)

@@ -37,7 +37,13 @@ from shardstep.plan import Interval
 from shardstep.state.exchange import Kept, survey
 from shardstep.state.named_dict import numbered
 from shardstep.state.state_dict import run_load_hooks, run_state_dict_hooks
-from shardstep.state.torch_dict import KNOWN_KEYS, install, pack_groups, warn_of_missing_state
+from shardstep.state.torch_dict import (
+    KNOWN_KEYS,
+    finish_load,
+    install,
+    pack_groups,
+    warn_of_missing_state,
+)
 from shardstep.state.tree import Leaf, Node, decode, encode, leaves, unwrap
 from shardstep.state.view import ShardView
 
@@ -148,12 +154,9 @@ class Sharded:
             extra={key: value for key, value in state_dict.items() if key not in KNOWN_KEYS},
             wide=held,  # it was read into state of the same precision policy
         )
-        shards.set_masters(masters)
-        shards.local.stepped = bool(with_state)
-        if state_dict.get("masters"):
-            shards.local.mark_changed()
-        shards.rounding_step = state_dict.get("rounding_step", shards.rounding_step)
-        shards.local.publish_options()
+        has_masters = bool(state_dict.get("masters"))
+        rounding_step = state_dict.get("rounding_step", shards.rounding_step)
+        finish_load(shards, masters, bool(with_state), has_masters, rounding_step)
         warn_of_missing_state(shards, with_state)
 
 

@@ -53,17 +53,14 @@ def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str,
             "made_by": contents.made_by,
             "nbytes": manifest.nbytes,
             "files": {name: digest.nbytes for name, digest in sorted(manifest.files.items())},
-            "missing": sorted(
-                name for name in manifest.files if length_of(checkpoint.path / name) is None
-            ),
+            "missing": [
+                name for name in sorted(manifest.files) if length_of(checkpoint.path / name) is None
+            ],
             "damage": None,
             "optimizer": contents.optimizer and _optimizer(contents.optimizer),
             "model": contents.model and _model(contents.model),
             "extra": contents.extra
-            and {
-                "nbytes": _tree_nbytes(contents.extra),
-                "value": _shown(contents.extra),
-            },
+            and {"nbytes": contents.extra.nbytes, "value": _shown(contents.extra)},
         }
         try:
             check_lengths(checkpoint.path, manifest)
@@ -130,8 +127,8 @@ def _optimizer(saved: SavedOptimizer) -> dict[str, Any]:
         "parameters": len(saved.params),
         "trainable": sum(param.trainable for param in saved.params),
         "elements": sum(numel.values()),
-        "state_nbytes": _tree_nbytes(saved.global_state)
-        + sum(_tree_nbytes(param.state) for param in saved.params if param.state is not None),
+        "state_nbytes": saved.global_state.nbytes
+        + sum(param.state.nbytes for param in saved.params if param.state is not None),
         "without_state": [
             param.name
             for param in saved.params
@@ -175,10 +172,6 @@ def _tensor(name: str, stored: Stored) -> dict[str, Any]:
             for chunk in stored.chunks
         ],
     }
-
-
-def _tree_nbytes(tree: Tree) -> int:
-    return sum(leaf.nbytes for leaf in tree.leaves)
 
 
 def _shown(tree: Tree) -> Any:
