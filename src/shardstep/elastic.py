@@ -19,7 +19,7 @@ def init_process_group(
 
     Called on every rank, under `torchrun`. All attempts of a job share torchrun's store. Ranks of a
     new attempt find the addresses of dead ranks there, and often fail with `connectFullMesh
-    failed`. Here each attempt has keys of its own in that store.
+    failed`. Here each attempt uses separate keys in that store.
 
     Args:
         backend, timeout: as for `torch.distributed.init_process_group`.

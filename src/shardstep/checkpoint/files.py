@@ -237,22 +237,22 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(
             f"{path} has no {MANIFEST}: it is not a checkpoint, or one that was never completed"
         )
-    said = read_json(file)
-    known = isinstance(said, dict) and said.get("format") == FORMAT
+    data = read_json(file)
+    known = isinstance(data, dict) and data.get("format") == FORMAT
     require(known, f"{file}: does not say that this is a {FORMAT}")
-    version = said.get("version")
+    version = data.get("version")
     require(
         type(version) is int and version == VERSION,
         f"{file}: was written in version {version!r} of the format, and this library reads version "
         f"{VERSION}; use the library that wrote it",
     )
     try:
-        digest = said.pop("digest")
-        intact = digest == _digest(said)
+        digest = data.pop("digest")
+        intact = digest == _digest(data)
     except (KeyError, RecursionError) as error:
         raise CheckpointError(f"{file}: has no digest that it could match") from error
     require(intact, f"{file}: does not match its own digest; it was changed or damaged")
-    listed, when, run = said.get("files"), said.get("saved_at"), said.get("run", "")
+    listed, when, run = data.get("files"), data.get("saved_at"), data.get("run", "")
     complete = isinstance(listed, dict) and type(when) is int and 0 <= when <= MAX_TIME
     complete = complete and isinstance(run, str)
     require(complete, f"{file}: does not say which files there are, or when it was saved")
@@ -260,13 +260,13 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest(when, run, files, digest)
 
 
-def _read_digest(file: Path, name: str, said: Any) -> Digest:
+def _read_digest(file: Path, name: str, data: Any) -> Digest:
     valid = FILE_NAME.fullmatch(name) is not None and name != MANIFEST
     require(valid, f"{file}: {name!r} is not a name of a checkpoint's file")
-    entry: Any = said if isinstance(said, dict) else {}
+    entry: Any = data if isinstance(data, dict) else {}
     nbytes, sha256 = entry.get("nbytes"), entry.get("sha256")
     valid = type(nbytes) is int and 0 <= nbytes <= MAX_NUMEL and isinstance(sha256, str)
-    require(valid, f"{file}: does not say how long {name!r} is, or what is in it")
+    require(valid, f"{file}: lacks the length or the digest of {name!r}")
     return Digest(nbytes, sha256)
 
 

@@ -142,7 +142,7 @@ class Checkpoint:
             return wrap(kind, inner, context, shape, stride)
         except Exception as error:
             raise CheckpointError(
-                f"{self.path}: a tensor of class {kind!r:.100} cannot be made of what is there "
+                f"{self.path}: a tensor of class {kind!r:.100} cannot be made of its parts "
                 f"({type(error).__name__}: {error})"
             ) from error
 

@@ -90,13 +90,13 @@ def resume(
     if reasons:
         raise CheckpointError(
             f"rank {comm.group_rank}: no checkpoint in {parent} can be loaded. Repair one, or "
-            f"resume from another folder to start anew. {'; '.join(reasons)}"
+            f"resume from another folder for a fresh start. {'; '.join(reasons)}"
         )
     return None
 
 
 def _problem(path: Path, share: slice) -> str | None:
-    """Open a checkpoint and compare some files with their digests. Return what is wrong."""
+    """Open a checkpoint and compare some files with their digests. Return the error, if any."""
     try:
         with Checkpoint(path) as checkpoint:
             checkpoint.verify(sorted(checkpoint.manifest.files)[share])

@@ -77,10 +77,10 @@ class AsyncSave:
             RuntimeError: on every rank, if it failed; once.
         """
         self.join()
-        said, error, self.error = str(self), self.error, None
+        message, error, self.error = str(self), self.error, None
         if error is not None:
             _failed.remove(self)
-            raise RuntimeError(said) from error
+            raise RuntimeError(message) from error
         return self.path
 
     def join(self) -> None:

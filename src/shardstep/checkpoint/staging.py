@@ -242,14 +242,14 @@ def keep_last(others: Mapping[Path, Manifest], count: int) -> None:
         except OSError as error:
             warnings.warn(f"{path} is to be removed, but cannot be: {error}", stacklevel=2)
             continue
-        # The next save removes what is left: another process may be doing so right now.
+        # The next save removes the remains. Another process may be removing them right now.
         shutil.rmtree(hidden, ignore_errors=True)
 
 
 def find_checkpoints(
     parent: Path, run: str | None = None
 ) -> tuple[dict[Path, Manifest], dict[Path, CheckpointError]]:
-    """Return the complete checkpoints in `parent`, oldest first, and what is wrong with others.
+    """Return the complete checkpoints in `parent`, oldest first, and the errors of the others.
 
     If `run` is given, the files of other runs' checkpoints are not looked at.
     """

@@ -101,8 +101,8 @@ def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:
         )
     index_of = {name: index for index, name in enumerate(ours)}
     unknown = [name for name, own in zip(saved, theirs, strict=True) if own not in index_of]
-    said = set(theirs)
-    missing = [name for name, own in zip(names, ours, strict=True) if own not in said]
+    known = set(theirs)
+    missing = [name for name, own in zip(names, ours, strict=True) if own not in known]
     if unknown or missing:
         raise ValueError(
             "the loaded state dict has other parameters than this optimizer: "
@@ -112,7 +112,7 @@ def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:
                 if which
             )
         )
-    if len(said) != len(theirs) or len(index_of) != len(ours):
+    if len(known) != len(theirs) or len(index_of) != len(ours):
         raise ValueError("the loaded state dict, or this optimizer, has a parameter's name twice")
     return [index_of[name] for name in theirs]
 

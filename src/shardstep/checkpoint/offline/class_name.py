@@ -1,4 +1,4 @@
-"""The optimizer class that an imported state dict is said to be of, compared with its state."""
+"""Compare the state in an imported state dict with the optimizer class that the user names."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str,
     """
     with Checkpoint(Path(path)) as checkpoint:
         contents, manifest = checkpoint.contents, checkpoint.manifest
-        said: dict[str, Any] = {
+        described: dict[str, Any] = {
             "path": str(path),
             "format": FORMAT,
             "version": VERSION,
@@ -66,10 +66,10 @@ def summary(path: str | os.PathLike[str], *, tensors: bool = False) -> dict[str,
             check_lengths(checkpoint.path, manifest)
             checkpoint.check_chunks(contents.tensors())
         except CheckpointError as error:
-            said["damage"] = str(error)
+            described["damage"] = str(error)
         if tensors:
-            said["tensors"] = [_tensor(name, stored) for name, stored in contents.tensors()]
-        return said
+            described["tensors"] = [_tensor(name, stored) for name, stored in contents.tensors()]
+        return described
 
 
 def listing(parent: str | os.PathLike[str]) -> dict[str, Any]:
