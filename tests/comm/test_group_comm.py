@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.comm import GroupComm, Operation, SoloComm, all_gather_json, connect, group
-from shardstep.comm.api import PACK_NBYTES, broadcast
+from shardstep.comm.api import PACK_NBYTES, _packs, broadcast
 
 
 def test_one_rank_without_a_group_has_everything_already() -> None:
@@ -90,6 +90,22 @@ def test_broadcast_packs_tensors_of_any_form(source: int) -> None:
         assert one.stride() == other.stride()
     # Large ones alone, those that fit into a message together, each dtype by itself.
     assert comm.ledger.calls["all_gather"] == 4
+
+
+def test_packing_measures_each_tensor_once() -> None:
+    """A model may have hundreds of buffers, which travel after every step."""
+    measured = 0
+
+    class Measured(Tensor):
+        @property
+        def nbytes(self) -> int:  # type: ignore[override]
+            nonlocal measured
+            measured += 1
+            return PACK_NBYTES // 10
+
+    tensors = [torch.zeros(1).as_subclass(Measured) for _ in range(25)]
+    assert [len(pack) for pack in _packs(tensors)] == [10, 10, 5]
+    assert measured == 25
 
 
 @on_ranks(3)

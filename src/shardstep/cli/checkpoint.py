@@ -48,7 +48,7 @@ def inspect(
         bool, typer.Option("--tensors", help="List every tensor and its files.")
     ] = False,
 ) -> None:
-    """Show what is in a checkpoint, or which checkpoints are in a folder.
+    """Show the contents of a checkpoint, or the checkpoints in a folder.
 
     Of a checkpoint: when and by what it was saved, the optimizer's class, groups and options, sizes
     and files. Of a folder: its complete checkpoints, oldest first, and the remains of failed saves.
@@ -57,14 +57,14 @@ def inspect(
     """
     with reporting():
         single = ckpt.is_checkpoint(path)
-        said = ckpt.summary(path, tensors=tensors) if single else ckpt.listing(path)
-        report = _summary_report(said) if single else _listing_report(said)
+        info = ckpt.summary(path, tensors=tensors) if single else ckpt.listing(path)
+        report = _summary_report(info) if single else _listing_report(info)
         if as_json:
-            typer.echo(json.dumps(said, indent=2))
+            typer.echo(json.dumps(info, indent=2))
         else:
             Console(width=None if Console().is_terminal else 160).print(report)
-        if said.get("damage"):
-            raise ckpt.CheckpointError(said["damage"])
+        if info.get("damage"):
+            raise ckpt.CheckpointError(info["damage"])
 
 
 @app.command()
@@ -76,8 +76,8 @@ def verify(path: Source, as_json: AsJson = False) -> None:
     """
     with reporting() as stages:
         nbytes, num_tensors = ckpt.verify(path, stages=stages)
-    said = f"OK: {printable(path)} is complete, {num_tensors:,} tensors, {show_nbytes(nbytes)}"
-    _say(as_json, said, path=str(path), complete=True, tensors=num_tensors, nbytes=nbytes)
+    text = f"OK: {printable(path)} is complete, {num_tensors:,} tensors, {show_nbytes(nbytes)}"
+    _say(as_json, text, path=str(path), complete=True, tensors=num_tensors, nbytes=nbytes)
 
 
 @app.command()
@@ -223,28 +223,28 @@ def import_(
 # escaped.
 
 
-def _summary_report(said: Mapping[str, Any]) -> RenderableType:
+def _summary_report(info: Mapping[str, Any]) -> RenderableType:
     """Lay out a description that `checkpoint.summary` returned."""
-    facts = Table(box=box.SIMPLE, show_header=False, title=_text(said["path"]))
+    facts = Table(box=box.SIMPLE, show_header=False, title=_text(info["path"]))
     facts.title_justify = "left"
     facts.add_column(style="bold", no_wrap=True)
-    for name, value in _facts(said):
+    for name, value in _facts(info):
         facts.add_row(name, _text(value))
     parts: list[RenderableType] = [facts]
-    if said["optimizer"] is not None:
+    if info["optimizer"] is not None:
         groups = _table("group>", "parameters>", "elements>", "options")
-        for number, group in enumerate(said["optimizer"]["groups"]):
+        for number, group in enumerate(info["optimizer"]["groups"]):
             options = ", ".join(f"{key}={_short(value)}" for key, value in group["options"].items())
             counts = (f"{group[key]:,}" for key in ("parameters", "elements"))
             groups.add_row(str(number), *counts, _text(options))
         parts.append(groups)
     files = _table("file", "bytes>")
-    for name, nbytes in said["files"].items():
-        files.add_row(_text(name), "missing" if name in said["missing"] else f"{nbytes:,}")
+    for name, nbytes in info["files"].items():
+        files.add_row(_text(name), "missing" if name in info["missing"] else f"{nbytes:,}")
     parts.append(files)
-    if "tensors" in said:
+    if "tensors" in info:
         tensors = _table("tensor", "dtype", "shape", "bytes>", "chunks>", "files")
-        for each in said["tensors"]:
+        for each in info["tensors"]:
             names = {chunk["file"].removesuffix(".safetensors") for chunk in each["chunks"]}
             numbers = (f"{each['nbytes']:,}", str(len(each["chunks"])))
             form = (each["dtype"], str(each["shape"]))
@@ -253,11 +253,11 @@ def _summary_report(said: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def _listing_report(said: Mapping[str, Any]) -> RenderableType:
+def _listing_report(info: Mapping[str, Any]) -> RenderableType:
     """Lay out a description that `checkpoint.listing` returned."""
     table = _table("checkpoint", "saved at", "size>", "ranks>", "")
-    table.title, table.title_justify = _text(said["path"]), "left"
-    for entry in said["checkpoints"]:
+    table.title, table.title_justify = _text(info["path"]), "left"
+    for entry in info["checkpoints"]:
         table.add_row(
             _text(_last(entry["path"])),
             entry["saved_at"],
@@ -265,8 +265,8 @@ def _listing_report(said: Mapping[str, Any]) -> RenderableType:
             _text(entry["made_by"].get("world_size", "?")),
             "newest" if entry["newest"] else "",
         )
-    lines = [f"{_last(each['path'])}: not complete: {each['why']}" for each in said["damaged"]]
-    for each in said["unfinished"]:
+    lines = [f"{_last(each['path'])}: not complete: {each['why']}" for each in info["damaged"]]
+    for each in info["unfinished"]:
         left = "left by a save that did not finish; the next save here removes it"
         what = "a save is under way" if each["under_way"] else left
         lines.append(f"{_last(each['path'])}: {what}")
@@ -282,14 +282,14 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _facts(said: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "what", f"{said['format']}, version {said['version']}"
-    yield "saved at", said["saved_at"]
-    yield "made by", _versions(said["made_by"])
-    origin = said["made_by"].get("cut_from")
+def _facts(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "what", f"{info['format']}, version {info['version']}"
+    yield "saved at", info["saved_at"]
+    yield "made by", _versions(info["made_by"])
+    origin = info["made_by"].get("cut_from")
     if isinstance(origin, Mapping):
         yield "resharded from", f"made by {_versions(origin)}"
-    optimizer, model, extra = said["optimizer"], said["model"], said["extra"]
+    optimizer, model, extra = info["optimizer"], info["model"], info["extra"]
     if optimizer is not None:
         stepped = "" if optimizer["stepped"] else ", before its first step"
         yield "optimizer", f"{optimizer['class'] or 'of unknown class'}{stepped}"
@@ -316,7 +316,7 @@ def _facts(said: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         items = value.items() if isinstance(value, Mapping) else [("value", value)]
         for key, item in list(items)[:20]:
             yield f"  {printable(key)}", _short(item)
-    yield "all", show_nbytes(said["nbytes"])
+    yield "all", show_nbytes(info["nbytes"])
 
 
 def _versions(made_by: Mapping[str, Any]) -> str:

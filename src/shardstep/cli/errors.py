@@ -60,8 +60,8 @@ def reporting(doing: str = "working") -> Iterator[Stages]:
             with byte_progress(Console(stderr=True), doing) as stages:
                 yield stages
         except ERRORS as error:
-            said = printable(" ".join(str(error).split())) or type(error).__name__
-            typer.echo(f"error: {said}", err=True)
+            message = printable(" ".join(str(error).split())) or type(error).__name__
+            typer.echo(f"error: {message}", err=True)
             raise typer.Exit(1) from None
     for warning in caught:
         if issubclass(warning.category, UserWarning):

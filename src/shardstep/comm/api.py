@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -68,10 +69,10 @@ def naming(operation: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        said = str(error)
-        late = "timed out" in said.lower() or "timeout" in said.lower()
-        hint = f" ({LATE})" if late else f" ({GONE})" if "by peer" in said else ""
-        raise RuntimeError(f"shardstep: {operation} failed: {said}{hint}") from error
+        text = str(error)
+        late = "timed out" in text.lower() or "timeout" in text.lower()
+        hint = f" ({LATE})" if late else f" ({GONE})" if "by peer" in text else ""
+        raise RuntimeError(f"shardstep: {operation} failed: {text}{hint}") from error
 
 
 class Launched(Work):
@@ -100,6 +101,11 @@ class Launched(Work):
         except BaseException as error:
             self._error = error
             raise
+
+
+def segments(flat: torch.Tensor, cuts: Sequence[int]) -> list[torch.Tensor]:
+    """Return the part of a flat tensor between each two cuts."""
+    return [flat[start:stop] for start, stop in pairwise(cuts)]
 
 
 _NO_SPAN = nullcontext()
@@ -139,7 +145,7 @@ class Comm(Protocol):
         group_rank: this rank in it.
         world_size: the number of ranks.
         ledger: calls made and bytes sent.
-        min_bucket_bytes: the smallest bucket that is worth a launch of its own.
+        min_bucket_bytes: the smallest bucket that is worth a separate launch.
     """
 
     group: dist.ProcessGroup | None
@@ -266,20 +272,22 @@ def broadcast(
         comm.all_gather(wire, cuts, operation).wait()
         if not in_place and comm.group_rank != source:
             parts = wire.split([tensor.numel() for tensor in pack])  # type: ignore[no-untyped-call]
-            for tensor, part in zip(pack, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            views = [part.view(tensor.shape) for tensor, part in zip(pack, parts, strict=True)]
+            torch._foreach_copy_(pack, views)
 
 
 def _packs(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Group tensors of one dtype and device up to `PACK_NBYTES`, in the order given."""
     packs: list[list[torch.Tensor]] = []
     open_packs: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    room: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
-        pack = open_packs.get((tensor.dtype, tensor.device))
-        if pack is None or sum(each.nbytes for each in pack) + tensor.nbytes > PACK_NBYTES:
-            pack = open_packs[tensor.dtype, tensor.device] = []
-            packs.append(pack)
-        pack.append(tensor.detach())
+        kind, nbytes = (tensor.dtype, tensor.device), tensor.nbytes
+        if room[kind] < nbytes:
+            open_packs[kind], room[kind] = [], PACK_NBYTES
+            packs.append(open_packs[kind])
+        room[kind] -= nbytes
+        open_packs[kind].append(tensor.detach())
     return packs

@@ -1,6 +1,6 @@
 """The end of a process that has connections over Gloo.
 
-A rank that ends with an error of its own hangs up, so that the others learn of it at once.
+A rank that ends with an error closes its connections, so that the others learn of it at once.
 Connections of Gloo last until Python has taken down all modules, which is seconds, and for as long
 as a forked process has them, too. torch has no call that closes them.
 
@@ -29,7 +29,7 @@ _uses_gloo = False
 
 
 def ends_with_error() -> bool:
-    """Return whether the program ends with an error that nobody caught."""
+    """Return True if the program ends with an uncaught error."""
     return hasattr(sys, "last_value")
 
 
@@ -43,7 +43,7 @@ def sleep_at_exit() -> None:
 def noting_connections(expected: int) -> Iterator[None]:
     """Note the connections that are made meanwhile, if there are as many as expected.
 
-    Another thread may have made one of its own, and that one must not be closed.
+    Otherwise another thread made one, which must not be closed.
     """
     before = _sockets()
     yield
@@ -84,7 +84,7 @@ def _end() -> None:
 
 
 def _raised_within(traceback: TracebackType | None) -> bool:
-    """Return whether an error was raised in a call of this package.
+    """Return True if an error was raised in a call of this package.
 
     The other ranks are about to raise it as well, or have ended: they hear more if they read on.
     """

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardstep.comm.api import Finish, Operation
+from shardstep.comm.api import Finish, Operation, segments
 
 # torch 2.13 renames these and warns about the old names, the only ones that 2.11 has.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,15 +34,15 @@ class Collectives:
         """Gather all segments into `buffer`. Called on every rank."""
         group = self._group
         data = buffer.view(torch.uint8)
-        segments = _segments(data, [cut * buffer.itemsize for cut in cuts])
-        own = segments[self._rank]
-        if _even(segments):
+        parts = segments(data, [cut * buffer.itemsize for cut in cuts])
+        own = parts[self._rank]
+        if _even(parts):
             return [_all_gather_single(data, own, group=group, async_op=True)]
         if backend_name(group, buffer.device) in UNEVEN_LISTS:
-            return [dist.all_gather(segments, own, group=group, async_op=True)]
+            return [dist.all_gather(parts, own, group=group, async_op=True)]
         return [
             dist.broadcast(segment, group=group, group_src=source, async_op=True)
-            for source, segment in enumerate(segments)
+            for source, segment in enumerate(parts)
             if segment.numel()
         ]
 
@@ -52,29 +51,25 @@ class Collectives:
     ) -> tuple[list[Any], Finish | None]:
         """Reduce each segment to its owner. Called on every rank."""
         group = self._group
-        segments = _segments(buffer, cuts)
-        own = segments[self._rank]
+        parts = segments(buffer, cuts)
+        own = parts[self._rank]
         total = out if out.dtype == buffer.dtype else own  # in place; `out` takes it at the end
-        if _even(segments):
+        if _even(parts):
             works = [_reduce_scatter_single(total, buffer, group=group, async_op=True)]
         elif backend_name(group, buffer.device) in UNEVEN_LISTS:
-            works = [dist.reduce_scatter(total, segments, group=group, async_op=True)]
+            works = [dist.reduce_scatter(total, parts, group=group, async_op=True)]
         else:
             total = own
             works = [
                 dist.reduce(segment, group=group, group_dst=target, async_op=True)
-                for target, segment in enumerate(segments)
+                for target, segment in enumerate(parts)
                 if segment.numel()
             ]
         return works, None if total is out else lambda: out.copy_(total)
 
 
-def _segments(flat: torch.Tensor, cuts: Sequence[int]) -> list[torch.Tensor]:
-    return [flat[start:stop] for start, stop in pairwise(cuts)]
-
-
-def _even(segments: Sequence[torch.Tensor]) -> bool:
-    return len({segment.numel() for segment in segments}) == 1
+def _even(parts: Sequence[torch.Tensor]) -> bool:
+    return len({part.numel() for part in parts}) == 1
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

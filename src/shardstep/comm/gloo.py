@@ -16,14 +16,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count, pairwise
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from shardstep.comm.api import Finish, Operation
+from shardstep.comm.api import Finish, Operation, segments
 
 TAGS = range(1 << 30, 1 << 31)
 """Tags of these messages. The user may have messages in the same group, with small tags."""
@@ -59,8 +59,8 @@ class Exchange:
         self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation
     ) -> list[Any]:
         """Send this rank's segment to every rank, and receive theirs. Called on every rank."""
-        segments = [buffer[start:stop] for start, stop in pairwise(cuts)]
-        return self._launch([segments[self._rank]] * self._size, segments, operation)
+        incoming = segments(buffer, cuts)
+        return self._launch([incoming[self._rank]] * self._size, incoming, operation)
 
     def share_error(self, error: Exception | None) -> tuple[list[Any], Finish]:
         """Send this rank's error, or None, to every rank. Called on every rank."""
@@ -87,10 +87,10 @@ class Exchange:
         self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
     ) -> tuple[list[Any], Finish]:
         """Send every segment to its owner, and then add up this rank's. Called on every rank."""
-        segments = [buffer[start:stop] for start, stop in pairwise(cuts)]
-        own = segments[self._rank]
+        outgoing = segments(buffer, cuts)
+        own = outgoing[self._rank]
         parts = [own if rank == self._rank else torch.empty_like(own) for rank in range(self._size)]
-        works = self._launch(segments, parts, Operation.REDUCE)
+        works = self._launch(outgoing, parts, Operation.REDUCE)
         return works, lambda: _add_up(parts, out)
 
     def _launch(

@@ -72,9 +72,8 @@ class GroupComm(Comm):
 
     @property
     def min_bucket_bytes(self) -> int:  # type: ignore[override]
-        """The smallest bucket that is worth a launch of its own."""
-        wire_device = self._wire_device(self._devices[0] if self._devices else CPU)
-        return MIN_BUCKET_BYTES["gloo" if self._exchanges(wire_device) else "nccl"]
+        """The smallest bucket that is worth a separate launch."""
+        return MIN_BUCKET_BYTES["gloo" if self._exchanges_data else "nccl"]
 
     @override
     def all_gather(
@@ -152,8 +151,7 @@ class GroupComm(Comm):
             options["use_local_synchronization"] = True
             if ranks != sorted(ranks):
                 options["sort_ranks"] = False  # torch 2.12 and later
-        wire_device = self._wire_device(self._devices[0] if self._devices else CPU)
-        exchanges = backend is None and self._exchanges(wire_device)
+        exchanges = backend is None and self._exchanges_data
         # Without a tensor at hand, an unbound group uses the current device, which may be the same
         # on all ranks. A bound group takes no tensors of other devices. If the default group is
         # bound, torch binds this one too.
@@ -209,6 +207,11 @@ class GroupComm(Comm):
 
     def _exchanges(self, device: torch.device) -> bool:
         return backend_name(self._group, device) in EXCHANGING
+
+    @property
+    def _exchanges_data(self) -> bool:
+        """True if data of this rank's devices travel as messages."""
+        return self._exchanges(self._wire_device(self._devices[0] if self._devices else CPU))
 
     def _meeting_device(self) -> torch.device:
         """Return the kind of device on which any two ranks can meet, wherever their data are.

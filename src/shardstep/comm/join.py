@@ -35,7 +35,7 @@ class JoinContext:
 
     @contextmanager
     def shadow(self) -> Iterator[None]:
-        """Mark what is done meanwhile as shadowed."""
+        """Mark the steps taken in this context as shadowed."""
         self.shadowing = True
         try:
             yield
@@ -57,12 +57,12 @@ class JoinContext:
                     "shadow what it does"
                 )
             self.notify()
-        said = all_gather_json(comm, own)
-        active = [rank for rank, action in enumerate(said) if action is not None]
-        if any(said[rank] != said[active[0]] for rank in active):
+        announced = all_gather_json(comm, own)
+        active = [rank for rank, action in enumerate(announced) if action is not None]
+        if any(announced[rank] != announced[active[0]] for rank in active):
             raise RuntimeError(
-                f"rank {comm.group_rank}: ranks are about to do different things: {said}"
+                f"rank {comm.group_rank}: ranks are about to do different things: {announced}"
             )
         self.source = active[0]
-        action: list[Any] = said[self.source]
+        action: list[Any] = announced[self.source]
         return action

@@ -120,14 +120,14 @@ class Layouts:
         """Return one line per group, for the user. A single rank probes its classes now."""
         lines = []
         for number, (recipe, choice) in enumerate(zip(self._recipes, self.choices, strict=True)):
-            said = str(choice)
+            line = str(choice)
             if self._world_size == 1:
                 try:
                     several = self._choose(recipe, groups[number]["params"], 2)
-                    said = f"{choice.why}; on several ranks {several}"
+                    line = f"{choice.why}; on several ranks {several}"
                 except Exception as error:
-                    said = f"{choice.why}; not for several ranks: {error}"
-            lines.append(f"group {number}: {said}")
+                    line = f"{choice.why}; not for several ranks: {error}"
+            lines.append(f"group {number}: {line}")
         return lines
 
     def _choose(

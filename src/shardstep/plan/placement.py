@@ -143,8 +143,8 @@ Kind = tuple[torch.dtype, str, bool, Layout]
 def _form(specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> list[list[int]]:
     """Fill buckets with the parameters, from the last to the first, closing each when it is full.
 
-    That is the order of backward. The first bucket of each kind is small, to be sent soon, and the
-    last, which takes what is left, is the first that forward waits for. DDP divides gradients in
+    That is the order of backward. The first bucket of each kind is small, to be sent soon. The
+    last takes the rest, and forward waits for it first. DDP divides gradients in
     the same way.
     """
     formed: list[list[int]] = []
