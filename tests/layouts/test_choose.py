@@ -260,6 +260,8 @@ def test_numbers_that_are_no_sizes_cost_nothing() -> None:
     numbers = {"steps": 10**9, "warmup": 100, "seed": -7, "eps": 1e-8, "far": float("inf")}
     group_options = {"on": True, "nested": (512, [1000.0]), "half": 300.5, "no": float("nan")}
     assert OptimizerRecipe(Simple, numbers, group_options).numbers(2**40).sizes == (512, 1000)
+    later_python = toys.toy("LaterPython", __firstlineno__=300)
+    assert OptimizerRecipe(later_python).numbers(2**40) == ((), 0)
 
 
 # ---------------------------------------------------------------------- what makes optimizers

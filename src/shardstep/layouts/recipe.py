@@ -89,9 +89,10 @@ class OptimizerRecipe:
         with sandbox(self.optimizer_class, _CPU), contextlib.suppress(Exception):
             made = self.make([[torch.nn.Parameter(torch.zeros(2, 2))]], _CPU)
             bases = [base for base in type(made).__mro__ if base not in (Optimizer, object)]
-            options += [dict(vars(each)) for each in (made, *bases)]
+            options += map(_attributes, (made, *bases))
         values = tree_leaves(options)
-        values += tree_leaves([dict(vars(each)) for each in values if _is_record(each)])
+        records = [value for value in values if dataclasses.is_dataclass(value)]
+        values += tree_leaves([_attributes(record) for record in records])
         numbers = {v for v in values if type(v) in (int, float) and 0 < v <= SIZES[-1]}
         found = sorted(int(v) for v in numbers if v == int(v))
         sizes = tuple(number for number in found if number in SIZES and number <= largest)
@@ -109,8 +110,10 @@ class OptimizerRecipe:
         return hash(self._key)
 
 
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and hasattr(value, "__dict__")
+def _attributes(value: Any) -> dict[str, Any]:
+    # Python keeps numbers of lines under such names.
+    found = getattr(value, "__dict__", {}).items()
+    return {name: each for name, each in found if not name.startswith("__")}
 
 
 def _copied(options: Options, device: torch.device) -> dict[str, Any]:
