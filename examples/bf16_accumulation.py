@@ -37,7 +37,7 @@ def main() -> None:
         lr=3e-3,
     )
 
-    torch.manual_seed(opt.rank)  # another batch on each rank
+    torch.manual_seed(opt.rank)  # a different batch on each rank
     for step in range(STEPS):
         for number in range(ACCUMULATE):
             inputs = torch.randn(32, 32, device=device)

@@ -32,7 +32,7 @@ def main() -> None:
     )
     shardstep.register(ddp, opt)
 
-    torch.manual_seed(opt.rank)  # another batch on each rank
+    torch.manual_seed(opt.rank)  # a different batch on each rank
     for step in range(100):
         inputs = torch.randn(64, 32, device=device)
         loss = F.cross_entropy(ddp(inputs), inputs[:, :10].argmax(dim=1))

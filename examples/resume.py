@@ -1,4 +1,4 @@
-"""Save in the background, and resume with another number of ranks.
+"""Save in the background, and resume on a different number of ranks.
 
     torchrun --standalone --nproc-per-node=2 examples/resume.py --until 40
     torchrun --standalone --nproc-per-node=3 examples/resume.py --until 80
@@ -33,7 +33,7 @@ def main() -> None:
     opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, module=model, lr=3e-3)
 
     step = 0
-    if loaded := checkpoint.resume(args.folder, opt, model):  # each rank reads what it owns now
+    if loaded := checkpoint.resume(args.folder, opt, model):  # each rank reads its new share
         step = loaded.extra["step"]
         if opt.rank == 0:
             print(f"resumed {loaded.path} on {opt.world_size} ranks", flush=True)
@@ -54,7 +54,7 @@ def main() -> None:
             if opt.rank == 0:
                 print(f"step {step}: loss {loss.item():.3f}", flush=True)
     if saving is not None:
-        saving.wait()  # before the process group goes
+        saving.wait()  # before the process group is destroyed
     dist.destroy_process_group()
 
 

@@ -54,8 +54,8 @@ def import_model(path: str) -> list[ParamSpec]:
             ]
     except Exception as error:  # of the user's code
         raise ValueError(
-            f"--import {path} failed on the meta device ({type(error).__name__}: {error}); expected "
-            "a function without arguments that returns a torch.nn.Module"
+            f"--import {path} failed on the meta device ({type(error).__name__}: {error}); "
+            "expected a function without arguments that returns a torch.nn.Module"
         ) from error
 
 
