@@ -24,15 +24,16 @@ def _model() -> Any:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
 
-def _make(mode: str, listed: bool = False) -> tuple[Any, Any, ZeroRedundancyOptimizer]:
+def _make(
+    mode: str, listed: bool = False, find_unused: bool = False
+) -> tuple[Any, Any, ZeroRedundancyOptimizer]:
     """Return the model, what to call, and the optimizer."""
     model = _model()
     params: Any = list(model.parameters()) if listed else model.parameters()
     if mode == "module":
         opt = ZeroRedundancyOptimizer(params, optim.SGD, module=model, lr=0.1)
         return model, model, opt
-    # A parameter that is replaced is unused, which DDP itself may refuse otherwise.
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    ddp = DistributedDataParallel(model, find_unused_parameters=find_unused)
     params = params if listed else ddp.parameters()
     if mode == "named":
         params = ddp.named_parameters()
@@ -61,13 +62,14 @@ REPLACED: dict[str, Any] = {
 @pytest.mark.parametrize("mode", ["module", "drop-in", "named", *WAYS])
 @on_ranks(2)
 def test_a_parameter_that_was_replaced_is_noticed(mode: str) -> None:
-    for name, replace in REPLACED.items():
-        model, call, opt = _make(mode)
-        _train(call, opt)
+    for find_unused, (name, replace) in itertools.product((False, True), REPLACED.items()):
+        model, call, opt = _make(mode, find_unused=find_unused)
+        for step in range(3):  # DDP makes its buckets again after the first
+            _train(call, opt, step)
         replace(model)
         with pytest.raises(ValueError, match=f"'{name}' was put into the module after the optim"):
-            # With a module it is noticed before the next forward.
-            call(torch.ones(2, 8)) if mode == "module" else _train(call, opt)
+            # Before the next forward, unless only `step()` belongs to the optimizer.
+            _train(call, opt) if mode in ("drop-in", "named") else call(torch.ones(2, 8))
 
 
 @on_ranks(2)

@@ -90,8 +90,13 @@ class InsideDDP(Mode):
     # ----------------------------------------------------------------------------------- the step
 
     def before_forward(self, *args: Any) -> None:
-        """Raise if the last step failed on another rank, before DDP waits for that rank."""
+        """Raise if the last step failed on another rank, before DDP waits for that rank.
+
+        Or if a parameter was put into the module that would never be stepped.
+        """
         self.pipeline.gather.wait_for_errors()
+        if torch.is_grad_enabled():
+            self.watch.check(self.params)
 
     def step_after_ddp(self) -> None:
         """Step at the end of this backward pass, after DDP has written to `param.grad`.
@@ -107,7 +112,6 @@ class InsideDDP(Mode):
         self._step_owed = not at_end_of_backward(queue_behind_ddp)
 
     def _step_now(self) -> None:
-        self.watch.check(self.params)
         self._stepped_in_backward = True
         super().step()
 
@@ -264,7 +268,7 @@ class BucketStepper:
         self._missing: list[set[int]] = []
 
     def before_forward(self, *args: Any) -> None:
-        """Raise if the last step failed on another rank."""
+        """Do what `InsideDDP.before_forward` does."""
         self.mode.before_forward()
 
     def add(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
