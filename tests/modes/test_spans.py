@@ -6,31 +6,30 @@ import pytest
 import torch
 from models import MLP, noise
 from on_ranks import on_ranks
+from scenarios import ALL, MODULE, sharded
 from torch import optim
 from torch.profiler import ProfilerActivity, profile
 
 from shardstep import ZeroRedundancyOptimizer
 
 
-@pytest.mark.parametrize("module", [False, True])
+@pytest.mark.parametrize("mode", ALL)
 @on_ranks(2)
-def test_a_profiler_shows_named_spans(module: bool) -> None:
-    model = MLP(width=192, depth=4)
-    more = {"module": model} if module else {}
-    opt = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, bucket_bytes=1, lr=0.1, **more)
+def test_a_profiler_shows_named_spans(mode: str) -> None:
+    setup = sharded(mode, MLP(width=192, depth=4))
 
     def train() -> None:
-        model(torch.ones(2, 16)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        setup.model(torch.ones(2, 16)).square().mean().backward()
+        setup.finish()
 
     train()
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         train()
-        opt.shards.wait_for_params()
+        setup.opt.shards.wait_for_params()
     names = {event.key.removeprefix("shardstep::") for event in seen.key_averages()}
-    kinds = ["gather", "wait for gather", *(["reduce", "wait for reduce"] if module else [])]
-    buckets = [bucket.index for bucket in opt.plan.training_buckets]
+    reduces = mode in (*MODULE, "register")
+    kinds = ["gather", "wait for gather", *(["reduce", "wait for reduce"] if reduces else [])]
+    buckets = [bucket.index for bucket in setup.opt.plan.training_buckets]
     assert len(buckets) > 1
     assert {"step", *(f"{kind} bucket {b}" for kind in kinds for b in buckets)} <= names
 

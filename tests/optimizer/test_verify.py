@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 import torch.distributed as dist
+from models import MLP_PROBLEM
 from ranks import each_raises_on_every_rank, run_ranks
+from scenarios import ALL, sharded
 from torch import nn, optim
 
 from shardstep import ZeroRedundancyOptimizer
@@ -38,6 +41,24 @@ def test_the_first_parameter_that_differs_is_named() -> None:
     match = "'2.weight' differs between ranks 0 and 1"
     damages = itertools.product(["bit", "swap", "nan"], [False, True])
     each_raises_on_every_rank(2, [(_verify, RuntimeError, match, *each) for each in damages])
+
+
+def _verify_in(mode: str) -> None:
+    setup = sharded(mode, MLP_PROBLEM.fresh())
+    for step in range(2):
+        setup.backward(step)
+        setup.finish()
+        setup.opt.verify()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        setup.module.get_parameter("layers.1.weight").data[3, 5] += 1
+    setup.opt.verify()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_it_is_named_in_every_mode(world_size: int) -> None:
+    # Without module=, parameters in a list have no names.
+    match = rf"'(layers.1.weight|param 2)' differs between ranks 0 and {world_size - 1}"
+    each_raises_on_every_rank(world_size, [(_verify_in, RuntimeError, match, mode) for mode in ALL])
 
 
 def test_one_rank_agrees_with_itself() -> None:

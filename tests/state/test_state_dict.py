@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import consolidated
+from models import MLP_PROBLEM, consolidated
 from on_ranks import on_ranks
 from problems import (
     ELEMENT_WISE,
@@ -29,6 +29,7 @@ from problems import (
     train,
 )
 from ranks import run_ranks
+from scenarios import ALL, sharded
 from torch import nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import Optimizer
@@ -399,6 +400,24 @@ def test_state_that_cannot_be_sent_is_refused_on_every_rank(kind: Any) -> None:
     opt = ZeroRedundancyOptimizer(params, Unsendable, layout="whole", kind=kind)
     opt.step()
     opt.consolidate_state_dict()
+
+
+@on_ranks(2)
+def test_no_mode_gives_out_state_from_before_a_step_or_a_load() -> None:
+    for mode in ALL:
+        setup = sharded(mode, MLP_PROBLEM.fresh())
+        assert not setup.opt.state_dict()["state"], mode
+        for step in (1, 2):
+            setup.backward(step)
+            setup.finish()
+            with pytest.raises(RuntimeError, match=r"consolidate_state_dict\(to="):
+                setup.opt.state_dict()
+            setup.opt.consolidate_state_dict(to="all")
+            states = setup.opt.state_dict()["state"].values()
+            assert {int(state["step"]) for state in states} == {step}, mode
+        setup.opt.load_state_dict(copy.deepcopy(setup.opt.state_dict()))
+        with pytest.raises(RuntimeError, match="before it last changed"):
+            setup.opt.state_dict()
 
 
 @on_ranks(2)
