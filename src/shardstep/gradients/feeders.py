@@ -60,7 +60,6 @@ class Feeder:
         self._trained = reducer.trained
         self._training = [self._params[index] for index in self._trained]
         self._placeholders = reducer.placeholders
-        self._widened = reducer.widened
         # Hooks and DDP outlive the reducer; a strong reference would keep model and optimizer
         # alive, where the garbage collector cannot see it.
         self._reducer = weakref.ref(reducer)
@@ -186,7 +185,7 @@ class AutogradFeeder(Feeder):
     @override
     def hold_back(self, param: int) -> None:
         # Autograd would add the next gradient in 16 bits; a placeholder adds in the step's dtype.
-        if param in self._widened:
+        if self._placeholders[param].dtype != self._params[param].dtype:
             self.put_aside(param, self._params[param].grad)
 
     @override

@@ -281,8 +281,8 @@ class SoloLanes(Lanes):
                     self.grads.pop(param, None)
             elif held is None:
                 # Autograd may have added one tensor to several placeholders, or an expanded one.
-                grad = grad if param in owned else grad.clone()
-                self.grads[param] = grad.detach().to(lane.like.dtype)
+                dtype, copy = lane.like.dtype, param not in owned
+                self.grads[param] = grad.detach().to(dtype, copy=copy)
             else:
                 held.add_(grad)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import takewhile
@@ -57,6 +57,7 @@ class _Round:
         taken: the gradients of the next lane, if launching it has failed.
         cleared: the parameters whose earlier gradients no longer count.
         used: the parameters that have a gradient on this rank.
+        noted: whether the note behind the last lane was sent.
     """
 
     missing: list[set[int]]
@@ -64,6 +65,7 @@ class _Round:
     taken: Taken | None = None
     cleared: list[int] = field(default_factory=list)
     used: list[int] = field(default_factory=list)
+    noted: bool = False
 
 
 class GradReducer(ShardNorms):
@@ -99,14 +101,11 @@ class GradReducer(ShardNorms):
         self._lock = threading.RLock()
         self.params = params.params
         self.trained = params.trained
-        dtypes = [precision.step_dtype(spec.dtype) for spec in plan.specs]
-        self.widened = frozenset(i for i in self.trained if dtypes[i] != plan.specs[i].dtype)
-        self.placeholders: Mapping[int, ShardedGrad] = {
-            index: ShardedGrad(
-                self.params[index], index, plan.specs[index].name, self, dtypes[index]
-            )
-            for index in self.trained
-        }
+        self.placeholders: dict[int, ShardedGrad] = {}
+        for index in self.trained:
+            spec, dtype = plan.specs[index], precision.step_dtype(plan.specs[index].dtype)
+            placeholder = ShardedGrad(self.params[index], index, spec.name, self, dtype)
+            self.placeholders[index] = placeholder
         self.lanes = lanes(comm, params, precision)
         self._order = list(self.lanes)
         self.used = UsedParams(comm, params, self.trained, lockstep)
@@ -169,12 +168,11 @@ class GradReducer(ShardNorms):
         """
         earlier = takewhile(lambda other: other is not self, list(_reached))
         return not self._in_backward or all(
-            other._round is not None and other._round.launched == len(other._order)
-            for other in earlier
+            other._round is not None and other._round.noted for other in earlier
         )
 
     def _launch(self, current: _Round) -> None:
-        """Launch the next bucket, complete or not."""
+        """Launch the next bucket, complete or not, and the note behind the last."""
         lane = self._order[current.launched]
         with span("reduce", lane.bucket.index):
             if current.taken is None:
@@ -186,6 +184,12 @@ class GradReducer(ShardNorms):
             self.lanes.send(lane, current.taken)
         current.taken = None
         current.launched += 1
+        if current.launched == len(self._order):  # at once: one order over all connections
+            self._send_note(current)
+
+    def _send_note(self, current: _Round) -> None:
+        self.used.send(current.cleared, current.used)
+        current.noted = True
 
     def expect_backward(self) -> None:
         """End the round with the backward pass that this is called in.
@@ -243,7 +247,8 @@ class GradReducer(ShardNorms):
         with self._lock:
             while current.launched < len(self._order):
                 self._launch(current)
-            self.used.send(current.cleared, current.used)
+            if not current.noted:
+                self._send_note(current)
             self._round, self._fresh = None, True
             self._phase = Phase.OWED if self.paused else Phase.REDUCED
 
@@ -332,6 +337,8 @@ class GradReducer(ShardNorms):
         this rank never began. So a round of zeros comes before the ranks compare how far they are.
         """
         with self._lock:
+            if self._round is not None and self._round.noted:
+                self._finish_round(self._round)
             if self._round is None and self._fresh and self.used.agrees():
                 raise RuntimeError(
                     "every rank has finished this backward pass, so the others take its step; call "
