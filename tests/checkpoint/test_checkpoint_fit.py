@@ -346,6 +346,20 @@ def test_what_starts_from_zero_is_said(tmp_path: Path) -> None:
     run_ranks(run_here, 2, tmp_path, from_zero, kinds_of_state)
 
 
+def test_state_that_a_partial_load_keeps_is_still_there(tmp_path: Path) -> None:
+    """`bool(opt.state)` is False before any state: torch's functions would take a step."""
+    one, two = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    ckpt.save(tmp_path / "one", ZeroRedundancyOptimizer([("one", one)], optim.Adam))
+    opt = ZeroRedundancyOptimizer([("one", one), ("two", two)], optim.Adam)
+    one.grad = two.grad = torch.ones(3)
+    opt.step()
+    with pytest.warns(UserWarning, match="loaded in part"):
+        ckpt.load(tmp_path / "one", opt, strict=False)
+    assert opt.state.get(one) is None
+    assert opt.state[two]["step"] == 1
+    assert opt.state
+
+
 def test_one_process_without_a_group(tmp_path: Path) -> None:
     """The same without a process group."""
     run_here(tmp_path, by_other_names, regrouped, from_zero, kinds_of_state, other_optimizers)

@@ -14,22 +14,29 @@ from torch import nn, optim
 
 from shardstep import ZeroRedundancyOptimizer
 
+INTEGERS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+}
 
-def _verify(damage: str, bf16: bool) -> None:
+
+def _verify(damage: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 40), nn.Linear(40, 3))
     model = model.to(memory_format=torch.channels_last)
-    if bf16:
-        model = model.bfloat16()
+    model = model.to(dtype)
     opt = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, module=model, lr=0.1)
-    model(torch.ones(2, 3, 3, 3, dtype=next(model.parameters()).dtype)).sum().backward()
+    model(torch.ones(2, 3, 3, 3, dtype=dtype)).sum().backward()
     opt.step()
     opt.verify()
     weight = model[2].weight.data
     if dist.get_rank() == 1:
         model[3].bias.data += 1  # a later one
         if damage == "bit":
-            weight.view(torch.int16 if bf16 else torch.int32)[3, 5] ^= 1
+            weight.view(INTEGERS[dtype])[3, 5] ^= 1
+        elif damage == "sign":
+            weight[3, 5] *= -1
         elif damage == "swap":
             weight[0, 0], weight[39, 7] = weight[39, 7].clone(), weight[0, 0].clone()
         else:
@@ -39,7 +46,7 @@ def _verify(damage: str, bf16: bool) -> None:
 
 def test_the_first_parameter_that_differs_is_named() -> None:
     match = "'2.weight' differs between ranks 0 and 1"
-    damages = itertools.product(["bit", "swap", "nan"], [False, True])
+    damages = itertools.product(["bit", "sign", "swap", "nan"], INTEGERS)
     each_raises_on_every_rank(2, [(_verify, RuntimeError, match, *each) for each in damages])
 
 
@@ -62,4 +69,4 @@ def test_it_is_named_in_every_mode(world_size: int) -> None:
 
 
 def test_one_rank_agrees_with_itself() -> None:
-    run_ranks(_verify, 1, "bit", False)
+    run_ranks(_verify, 1, "bit", torch.float32)

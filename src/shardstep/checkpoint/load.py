@@ -265,7 +265,9 @@ class _Loading:
         if match.optimizer is not None and saved is not None:
             # After the weights: a master that does not round to its parameter is discarded.
             shards, rounding_step = match.optimizer.shards, saved.rounding_step
-            finish_load(shards, self.masters, saved.stepped, self.has_masters, rounding_step)
+            keeps_state = shards.local.stepped and len(match.found) < len(shards.params)
+            stepped = saved.stepped or keeps_state
+            finish_load(shards, self.masters, stepped, self.has_masters, rounding_step)
 
     def _install_fallible(self, undo: ExitStack) -> None:
         """Install what runs the user's code, which may raise. Each step is preceded by its undo."""

@@ -35,7 +35,8 @@ def _digest(param: torch.Tensor) -> torch.Tensor:
     """Return a sum of a parameter's bits, in which the place of an element counts."""
     bits = as_integers(flat(param))
     total = torch.zeros((), dtype=torch.int64, device=param.device)
-    weights = torch.arange(1, min(CHUNK, bits.numel()) + 1, device=param.device)
+    # Odd numbers: the highest of 64 bits, times an even number, would vanish.
+    weights = 2 * torch.arange(min(CHUNK, bits.numel()), device=param.device) + 1
     for chunk in torch.split(bits.flatten(), CHUNK):
         total = total * 31 + (chunk * weights[: chunk.numel()]).sum()
     return total
