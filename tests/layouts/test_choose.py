@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import toy_optimizers as toys
+from on_ranks import on_ranks
 from torch import optim
 from torch.optim import Optimizer
 from toy_optimizers import Simple
@@ -343,6 +345,24 @@ def test_a_function_may_make_more_of_a_class_that_is_known() -> None:
 
     with pytest.raises(ValueError, match="couples all parameters"):
         chosen("auto", clipping)
+
+
+class DividesItsWork(Simple):
+    """Updates every second parameter on each of two ranks, as distributed versions of Muon do."""
+
+    def before(self) -> None:
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                if p.grad is not None and number % 2 != dist.get_rank():
+                    p.grad.zero_()
+                if p.grad is not None:
+                    dist.all_reduce(p.grad)
+
+
+@on_ranks(2, raises=ValueError, match="a step communicates with other ranks")
+def test_a_class_that_divides_its_work_among_ranks_is_refused() -> None:
+    params = [torch.nn.Parameter(torch.zeros(8, 8)) for _ in range(3)]
+    ZeroRedundancyOptimizer(params, DividesItsWork)
 
 
 def test_random_numbers_for_one_dtype_are_refused_whatever_another_needs() -> None:

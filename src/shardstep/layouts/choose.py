@@ -206,7 +206,8 @@ def _probe_group(
         fill_empty_groups=any(each.fill_empty_groups for each in verdicts),
     )
     if len(dtypes) > 1 and not verdict.random and verdict.kind in strictness[2:]:
-        pair = _cached(incompatible_dtypes, recipe, dtypes, devices)
+        filled = verdict.fill_empty_groups
+        pair = _cached(incompatible_dtypes, recipe, dtypes, devices, filled)
         if pair is not None:
             raise ValueError(
                 f"{recipe.name} updates tensors of {pair[0]} and {pair[1]} in one group "

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, permutations, zip_longest
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.layouts.trial import (
@@ -90,7 +91,12 @@ def _compare(trial: Trial, stage: Stage, found: Comparison) -> None:
     counter = _CallCounter()
     for step in range(stage.steps):
         gradients = stage.gradients(step, trial.dtypes)
-        with counter if step == COUNTED_STEP else contextlib.nullcontext():
+        with contextlib.ExitStack() as modes:
+            # Other steps are not slowed down by modes.
+            if step == COUNTED_STEP:
+                modes.enter_context(counter)
+            if step <= COUNTED_STEP:
+                modes.enter_context(_NoCollectives())
             drew = together.advance(step, gradients)
         if drew and not trial.constants:
             raise DrawsRandomNumbers
@@ -174,6 +180,17 @@ class _Shared:
         return None
 
 
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which a collective raises `Coupled` before any rank takes part in it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise Coupled(Difference(Cause.COLLECTIVE))
+        return func(*args, **(kwargs or {}))
+
+
 class _CallCounter(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +220,10 @@ MIXED = Stage(((12, 10), (12, 10)), steps=3, step_scales=(1e-5, 1.0, 1e-2))
 
 
 def incompatible_dtypes(
-    recipe: OptimizerRecipe, dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]
+    recipe: OptimizerRecipe,
+    dtypes: Sequence[torch.dtype],
+    devices: Sequence[torch.device],
+    fill_empty_groups: bool,
 ) -> tuple[torch.dtype, torch.dtype] | None:
     """Return two dtypes that tensors of one group must not have together, or None.
 
@@ -215,6 +235,7 @@ def incompatible_dtypes(
             if trial.sparse:
                 continue
             with sandbox(recipe.optimizer_class, trial.device):
+                trial = replace(trial, fill_empty_groups=fill_empty_groups)
                 try:
                     found = compare(trial, MIXED, sliced=Difference(Cause.PARAMETER))
                 except DrawsRandomNumbers:

@@ -167,7 +167,7 @@ def _one_thread() -> Iterator[None]:
 def _judge(trial: Trial, numbers: Numbers) -> Verdict:
     """Judge one trial. If empty groups may be to blame, judge it with placeholders in them."""
     verdict = _judge_random(trial, numbers)
-    blameless = (None, Cause.PARAMETER, Cause.CLOSURE)
+    blameless = (None, Cause.PARAMETER, Cause.CLOSURE, Cause.COLLECTIVE)
     cause = verdict.difference.cause if verdict.difference else None
     if verdict.kind is not Kind.COUPLED or cause in blameless or trial.num_groups == 1:
         return verdict
@@ -260,5 +260,6 @@ def _why_coupled(coupled: Difference) -> str:
         Cause.GROUP_OPTION: f"its group option {coupled.detail} depends on all tensors",
         Cause.GLOBAL_STATE: "its global state depends on all tensors",
         Cause.RAISED: f"without some of the tensors it raises {coupled.detail}",
+        Cause.COLLECTIVE: "a step communicates with other ranks",
         Cause.CLOSURE: f"a step {coupled.detail}, when a rank has moved only its own parameters",
     }[coupled.cause]

@@ -185,6 +185,7 @@ class Cause(Enum):
     GLOBAL_STATE = auto()
     RAISED = auto()
     CLOSURE = auto()
+    COLLECTIVE = auto()
     SPARSE = auto()
 
 
@@ -205,7 +206,7 @@ class Coupled(Exception):
 
 
 class Run:
-    """One optimizer on parts of the tensors, step by step. Raises only `TrialFailed`.
+    """One optimizer on parts of the tensors. Raises only `TrialFailed` and `Coupled`.
 
     With `seed`, the process's random generators are seeded before each step.
     """
@@ -263,6 +264,8 @@ class Run:
                     self.opt.step(closure)  # type: ignore[arg-type]
                 else:
                     self.opt.step()
+        except Coupled:
+            raise
         except Exception as error:
             if evaluations <= 1:
                 raise TrialFailed(error, constructed=True) from error
