@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -138,4 +139,30 @@ def test_parts_that_read_parameters_of_others_are_not_compiled_in_every_pass() -
         )
         results.append(_train(module, opt, range(12)))
         opt.detach()
+    assert_same(results[0], results[1], "compiled")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hold_back", [False, True])
+@on_ranks(2, timeout=110, fresh=True)
+def test_a_model_may_be_compiled_while_gradients_are_sharded(
+    hold_back: bool, dtype: torch.dtype
+) -> None:
+    """A batch of another size is compiled again. Torch looks at `param.grad` then."""
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        module = _Block().to(dtype)
+        kind, options = SGD
+        opt = ZeroRedundancyOptimizer(module.parameters(), kind, module=module, **options)
+        call = torch.compile(module, backend="aot_eager") if compiled else module
+        for step in range(3):
+            with opt.no_sync() if hold_back else nullcontext():
+                call(noise(step, 4 + step, WIDTH).to(dtype)).square().mean().backward()
+            call(noise(step, 9 + 2 * step, WIDTH).to(dtype)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        results.append(copies(module.parameters()))
+        opt.detach()
+    assert counters["stats"]["unique_graphs"] == 2  # the second one for batches of any size
     assert_same(results[0], results[1], "compiled")

@@ -9,6 +9,7 @@ Clipping may ask for its norm, scale it and clamp it: Note [Norms of sharded gra
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from shardstep.gradients.reducer import GradReducer
 
 aten = torch.ops.aten
+
+_COMPILERS = ("torch._dynamo.variables.builder", "torch._subclasses.meta_utils")
 
 
 class ShardedGrad(torch.Tensor):
@@ -56,11 +59,11 @@ class ShardedGrad(torch.Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype of the sharded gradient; autograd sees the parameter's own.
+        """The dtype of the sharded gradient; autograd and compilers see the parameter's own.
 
         `GradScaler` asks, and refuses to unscale fp16.
         """
-        return self._sharded_dtype
+        return super().dtype if _is_asked_by_compiler() else self._sharded_dtype
 
     @property
     def reducer(self) -> GradReducer:
@@ -72,6 +75,12 @@ class ShardedGrad(torch.Tensor):
                 "set its .grad to None"
             )
         return reducer
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Refuse, except for a compiler: there is no memory."""
+        if _is_asked_by_compiler():
+            return super().untyped_storage()
+        raise self.refusal("untyped_storage")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedGrad({self.param_name!r}, shape={tuple(self.shape)})"
@@ -113,6 +122,16 @@ class ShardedGrad(torch.Tensor):
         )
 
 
+def _is_asked_by_compiler() -> bool:
+    """Return whether the caller's caller compiles or exports a model.
+
+    Torch looks at a parameter together with its gradient then, and makes fake tensors of both.
+    """
+    here = inspect.currentframe()
+    frame = here and here.f_back and here.f_back.f_back
+    return frame is not None and frame.f_globals.get("__name__") in _COMPILERS
+
+
 def _make_refusal(operation: str) -> Callable[..., NoReturn]:
     def refuse(self: ShardedGrad, *args: Any, **kwargs: Any) -> NoReturn:
         raise self.refusal(operation)
@@ -121,7 +140,7 @@ def _make_refusal(operation: str) -> Callable[..., NoReturn]:
 
 
 # These bypass the dispatcher and read memory that is not there: share_memory() would crash.
-for _name in ("untyped_storage", "data_ptr", "numpy", "tolist", "item", "__dlpack__"):
+for _name in ("data_ptr", "numpy", "tolist", "item", "__dlpack__"):
     setattr(ShardedGrad, _name, _make_refusal(_name))
 ShardedGrad.__reduce_ex__ = _make_refusal("pickling")  # type: ignore[method-assign]
 
