@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SGD, noise
+from models import SGD, ConvNet, noise
 from on_ranks import on_ranks
 from problems import assert_same, copies
 from torch import Tensor, nn
@@ -166,3 +166,42 @@ def test_a_model_may_be_compiled_while_gradients_are_sharded(
         opt.detach()
     assert counters["stats"]["unique_graphs"] == 2  # the second one for batches of any size
     assert_same(results[0], results[1], "compiled")
+
+
+def _exported(module: nn.Module) -> Tensor:
+    batch = noise(0, 4, 3, 6, 6)
+    return torch.export.export(module, (batch,)).module()(batch)
+
+
+def _traced(module: nn.Module) -> Tensor:
+    batch = noise(0, 4, 3, 6, 6)
+    return torch.jit.trace(module, (batch,), check_trace=False)(batch)
+
+
+@pytest.mark.parametrize("record", [_exported, _traced])
+@on_ranks(2, timeout=110)
+def test_a_rank_may_export_the_model_between_steps(record: Any) -> None:
+    """Also while it trains, and has buffers that a forward pass would send to the other ranks."""
+    results = []
+    for exports in (False, True):
+        torch.manual_seed(0)
+        module = ConvNet()
+        kind, options = SGD
+        opt = ZeroRedundancyOptimizer(
+            module.parameters(), kind, module=module, bucket_bytes=1, **options
+        )
+        for step in range(4):
+            module(noise(step, 4, 3, 6, 6)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+            module(noise(step + 10, 4, 3, 6, 6))  # changes buffers
+            if exports and step < 2 and opt.rank == step:
+                before = copies(module.buffers())
+                assert record(module).isfinite().all()
+                module.load_state_dict(
+                    {n: b for (n, _), b in zip(module.named_buffers(), before, strict=True)},
+                    strict=False,
+                )
+        results.append(copies([*module.parameters(), *module.buffers()]))
+        opt.detach()
+    assert_same(results[0], results[1], record)

@@ -21,7 +21,9 @@ from on_ranks import on_ranks
 from problems import assert_same, copies, differing
 from scenarios import MODULE, SCENARIOS, compared
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 DOUBLES = [
@@ -177,6 +179,18 @@ def _evaluated(model: nn.Module) -> list[Tensor]:
     return copies(model.parameters())
 
 
+def _recorded(model: nn.Module) -> list[Tensor]:
+    graph = make_fx(model)(noise(0, 6, 16))
+    assert_same([model(noise(1, 6, 16))], [graph(noise(1, 6, 16))], "recorded")
+    return copies(model.parameters())
+
+
+def _with_fake_tensors(model: nn.Module) -> list[Tensor]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(torch.empty(6, 16)).shape == (6, 4)
+    return copies(model.parameters())
+
+
 READS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
     "parameters": lambda model: copies(model.parameters()),
     "state_dict": lambda model: list(model.state_dict().values()),
@@ -224,6 +238,8 @@ READS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
     "einsum": _from_a_list(lambda p: torch.einsum("...->...", p)),
     "under inference_mode": torch.inference_mode()(_from_a_list(lambda p: p + 0)),
     "eval forward": _evaluated,
+    "make_fx": _recorded,
+    "fake tensors": _with_fake_tensors,
 }
 
 

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
@@ -224,7 +225,8 @@ class Flights:
         """Raise if the last step failed on another rank."""
         errors, self.errors = self.errors, None
         if errors is not None:
-            errors.wait()
+            with _outside_modes():
+                errors.wait()
 
     def wait(self) -> None:
         """Wait for all buckets, and for the errors of a step that had none to send."""
@@ -240,7 +242,7 @@ class Flights:
             if work is None:
                 return
             # If this raises, the bucket stays in flight: its values must not be read.
-            with span("wait for gather", bucket):
+            with span("wait for gather", bucket), _outside_modes():
                 work.wait()
             for param in self._alive(bucket):
                 if isinstance(param, _InFlight):
@@ -269,6 +271,12 @@ class Flights:
 
     def _alive(self, bucket: int) -> Iterator[torch.Tensor]:
         return (param for ref in self._params[bucket] if (param := ref()) is not None)
+
+
+def _outside_modes() -> contextlib.AbstractContextManager[Any]:
+    """Suspend the caller's dispatch modes: with fake tensors, copies would not take place."""
+    active = torch._C._len_torch_dispatch_stack()
+    return _disable_current_modes() if active else contextlib.nullcontext()
 
 
 class _InFlight:

@@ -19,6 +19,7 @@ from typing_extensions import override
 from shardstep.comm import Comm, Operation, all_gather_json, broadcast
 from shardstep.comm.join import JoinContext
 from shardstep.gather import OverlappedGather, ParamGather
+from shardstep.gather.compiled import is_recorded
 from shardstep.gradients import AutogradFeeder, GradientSource, GradReducer
 from shardstep.gradients.feeders import refuse_watched
 from shardstep.modes.base import FOLLOWING, Mode
@@ -144,7 +145,8 @@ class ModuleMode(Mode):
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         # A part may train while the root evaluates. A model of which no part trains changes no
         # buffers, and may be run on some ranks only.
-        if not (torch.is_grad_enabled() and any(part.training for part in module.modules())):
+        trains = torch.is_grad_enabled() and any(part.training for part in module.modules())
+        if not trains or is_recorded():
             return
         self.watch.check(self.pipeline.params.params)
         self._reducer.check_forward()
@@ -158,7 +160,7 @@ class ModuleMode(Mode):
         self.buffers.differ = not self._reducer.paused
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_recorded():
             return
         for tensor in tree_leaves(output):
             # Not on a leaf, such as a parameter that the module returns: it outlives the pass and
