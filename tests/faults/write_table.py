@@ -21,30 +21,29 @@ from fault_table import MODES, REFERENCES, TRIALS, run_named  # noqa: E402
 
 HEADER = f"""# Faults
 
-Each row is a fault in a job of two ranks, each on a host of its own (network namespaces, Gloo,
+Each row is a fault in a job of two ranks, each on a separate host (network namespaces, Gloo,
 torch {torch.__version__.partition("+")[0]}). `python tests/faults/write_table.py` wrote this page.
 The same trials are tests, in `tests/faults/`. The timeout of the process group was {TIMEOUT:g} s.
 
-- **equal**: the job ended, and every loss and parameter equals those of a run without the fault.
-- **skips the batch**: equal to a run that leaves this batch out. The loop calls `opt.recover()`
-  where it catches the error; with DDP, `zero_grad()`.
-- **raises at once**: every rank that was left raised within {TIMEOUT / 2:g} s.
-- **raises after the timeout**: the same, {TIMEOUT:g} s later. A rank that is stopped, or cut off,
-  cannot be told from a slow one before that.
-- **wrong numbers**: a step was taken with other values than in the run without the fault.
-- An empty cell: there is no such trial. The job of DDP saves nothing. `recover()` needs `module=`.
-  With `register` and the hooks backward takes the step, so there is no closure and no step to leave
-  out.
+- **equal**: the job ended, and every loss and parameter equals that of a run without the fault.
+- **skips the batch**: equal to a run without this batch. The loop calls `opt.recover()` when it
+  catches the error; with DDP, `zero_grad()`.
+- **raises at once**: every remaining rank raised within {TIMEOUT / 2:g} s.
+- **raises after the timeout**: the same, {TIMEOUT:g} s later. Until then, a
+  rank that is stopped or cut off looks like a slow one.
+- **wrong numbers**: a step used other values than in the run without the fault.
+- An empty cell: there is no such trial. DDP's job saves nothing. `recover()` needs `module=`. With
+  `register` and the hooks, backward takes the step, so there is no closure and no step to skip.
 
 With this library, no process outlived the timeout by 5 s, no number was wrong, and the newest
-checkpoint loaded, in every trial. Errors of `module=` name the rank and the operation. A timeout
-says what to look for. In the other modes the error may be DDP's.
+checkpoint loaded, in every trial. Errors of `module=` name the rank and the operation. The
+message of a timeout says what to look for. In the other modes the error may be DDP's.
 
 A rank that ends with an error closes its connections before Python shuts down. Processes that it
 forked, such as workers of a loader, do not keep them open. Seconds until the other ranks raise (2
 and 3 ranks, plain processes on one busy machine):
 
-| rank 1 | before this was built | now |
+| rank 1 | without this | with it |
 |---|---|---|
 | raises in the loader, forward or backward, `module=` | 0.4 to 1.1 | 0.00 to 0.08 |
 | the same, `register` | 0.8 to 2.1 | 0.01 to 0.33, once 1.8 |
@@ -53,19 +52,18 @@ and 3 ranks, plain processes on one busy machine):
 | raises in a closure, `module=` | 0.4 to 1.1 | the same |
 | raises anywhere, drop-in | 1.4 to 2.7 | the same |
 
-Under a drop-in the others wait in DDP's all-reduce; with DDP alone, on a less busy machine, it took
-0.6 to 1.1 s.
+With the drop-in, the other ranks wait in DDP's all-reduce. With DDP alone, on a less busy machine,
+this took 0.6 to 1.1 s.
 
-With `module=`, an extra backward pass or a step left out is noticed at the timeout only. One rank
-waits for the other's step, and the other for the next round of reductions. Ranks compare notes in
-rounds, and none comes in between.
+With `module=`, an extra backward pass or a skipped step is noticed only at the timeout: one rank
+waits in the step and the other in the next reduction, so they cannot compare notes.
 
-The trials ran over Gloo. Over NCCL, reading the other ranks' answer would hold up the accelerator,
-so a step that raises on one rank is noticed later. (`tests/nccl/test_nccl.py` has what follows,
-except the watchdog.)
+The trials ran over Gloo. Over NCCL, waiting for the other ranks' notes would stall the accelerator,
+so a step that raises on one rank is noticed later. What happens depends on that rank
+(`tests/nccl/test_nccl.py` shows all but the watchdog):
 
-- The rank catches the error and goes on. Its next note counts one more `step()` that raised.
-  Notes of an accelerator are compared one step late: the first step after the failed one is taken,
+- The rank catches the error and continues. Its next note counts one more `step()` that raised.
+  On an accelerator, notes are compared one step late: the first step after the failed one is taken,
   and the second raises `OutOfStepError` on every rank, before it updates anything. Parameters stay
   equal on all ranks meanwhile. Load the last checkpoint.
 - With `module=` and `recoverable=True` the host waits for the notes. Then the first step after the
