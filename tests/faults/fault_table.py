@@ -127,7 +127,7 @@ TRIALS: dict[str, Trial] = {
     },
     **{
         f"a rank stops in {phase}": Trial(Fault("stop", phase))
-        for phase in ("forward", "backward", "step", "save")
+        for phase in ("construct", "loader", "forward", "backward", "step", "save")
     },
     "a rank stops at a random moment": Trial(Fault("stop", "random")),
     "a rank stops for 1.5 s": Trial(Fault("pause", "random"), EQUAL),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import ctypes
 import gc
 import hashlib
@@ -35,12 +36,13 @@ import torch.distributed as dist  # noqa: E402
 from models import ADAMW, MLP_PROBLEM  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 from scenarios import renew, sharded  # noqa: E402
+from torch import nn  # noqa: E402
 
 from shardstep import checkpoint  # noqa: E402
 
 MODES = ("module", "drop-in", "register", "hook", "interleaved")
-ACTIONS = ("train", "evaluate", "options", "freeze", "save", "save_later", "consolidate")
-APART = ("accumulate", "clip", "closure")
+ACTIONS = ("train", "evaluate", "options", "freeze", "save", "save_later", "consolidate", "copy")
+APART = ("accumulate", "clip", "closure", "add_group")
 """Actions where the loop takes the step, not backward."""
 
 
@@ -111,6 +113,21 @@ class Soak:
                 renew(self.setup)
             if self.apart:
                 self.train(1)
+
+    def copy(self) -> None:
+        copied = copy.deepcopy(self.setup.module)
+        with torch.no_grad():
+            MLP_PROBLEM.loss(copied, 5)
+
+    def add_group(self) -> None:
+        """Add a group to another optimizer: the one that is watched must not grow."""
+        setup = sharded(self.mode, MLP_PROBLEM.fresh(), ADAMW)
+        setup.module.extra = nn.Linear(4, 4)
+        renew(setup)
+        setup.opt.add_param_group({"params": list(setup.module.extra.parameters())})
+        setup.module.extra(setup.model(torch.ones(2, 16))).square().mean().backward()
+        setup.finish()
+        setup.opt.verify()
 
     def closure(self) -> None:
         self.setup.opt.step(lambda: self.setup.backward(4))

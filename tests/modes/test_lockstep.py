@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -202,6 +203,8 @@ def test_notes_add_no_message_to_a_round_and_one_to_a_step_without_rounds() -> N
     assert calls == {"reduce_scatter": buckets, "all_gather": buckets + 1, "share_error": 1}
     calls, buckets = run_ranks(_messages, 2, "drop-in")[0]
     assert calls == {"all_gather": buckets + 1, "share_error": 1}
+    guide = Path(__file__).parents[2] / "docs" / "guide.md"
+    assert f"({Lockstep.nbytes} bytes to each rank)" in guide.read_text()
 
 
 def test_an_accelerator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
