@@ -1,9 +1,10 @@
 """With `module=` and 16-bit parameters, any order of calls comes to what masters by hand come to.
 
 Seeded walks: backward passes (held back and not), steps, clearing, parameters written to, frozen,
-moved, cast and turned into other memory formats, state saved and loaded into other layouts. Beside
-each goes one process that has the data of all ranks and adds in their order: sums are the same to
-the bit.
+moved, cast and turned into other memory formats, closures, batches that fail and are skipped,
+groups edited by hand, copies of the model, state saved and loaded into other layouts. Beside each
+goes one process that has the data of all ranks and adds in their order: sums are the same to the
+bit.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from functools import partial
 import torch
 from models import MLP, consolidated, noise, rank, world_size
 from problems import Case
+from recovery import Broken
 from torch import Tensor, nn, optim
 from walks import Act, SavingWalk, Whole, common_folder, plain
 
-from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
+from shardstep import BatchSkippedError, MixedPrecision, ZeroRedundancyOptimizer, checkpoint
 
 CASES = [
     Case(optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
@@ -141,6 +143,10 @@ class Low(SavingWalk):
             self.turn: 0.7,
             self.cast: 0.5,
             self.option: 0.5,
+            self.edit_groups: 0.7,
+            self.closure: 0.7,
+            self.fail_and_recover: 0.5,
+            self.copy: 0.3,
             self.look: 1,
             self.evaluate: 1,
             self.reload: 0.7,
@@ -221,6 +227,37 @@ class Low(SavingWalk):
     def step(self) -> None:
         self._whole.step()
         self._divided.step()
+
+    def closure(self) -> None:
+        def evaluate() -> float:
+            self._clear_all()
+            self.backward()
+            return 0.5
+
+        self.compare("loss", 0.5, self._divided.step(evaluate))
+        self._whole.step()
+
+    def fail_and_recover(self) -> None:
+        """A rank fails in its loader, and all skip the batch."""
+        failing = self.chance.randrange(world_size())
+        self.say(failing)
+        self._clear_all()
+        try:
+            if failing == rank():
+                raise Broken
+            self._loss(self._mine, self._step_number(), rank()).backward()
+            self._divided.step()
+            self.wrong.append("a step on a batch that failed")
+        except (Broken, BatchSkippedError):
+            self._divided.recover()
+
+    def copy(self) -> None:
+        """A copy of the model is a plain one, and has the same numbers."""
+        copied = copy.deepcopy(self._mine).parameters()
+        for number, (theirs, param) in enumerate(
+            zip(self._theirs.parameters(), copied, strict=True)
+        ):
+            self.compare(f"parameter {number} of a copy", theirs.data, param.data)
 
     def clear(self) -> None:
         to_none = self.often(0.7)
