@@ -112,8 +112,9 @@ def _pass_over(path: Path, error: CheckpointError, instead: Path) -> None:
         # The run may have found a checkpoint of this name damaged before.
         numbers = ("", *(f".{number}" for number in range(2, 100)))
         names = [path.with_name(f"{path.name}{number}{DAMAGED}") for number in numbers]
+        free = next(filterfalse(os.path.lexists, names), names[0])
         try:
-            moved = f"; it is now {path.rename(next(filterfalse(os.path.lexists, names)))}"
+            moved = f"; it is now {path.rename(free)}"
         except OSError as failed:
             moved = f"; it could not be renamed ({failed.strerror})"
     warnings.warn(
