@@ -144,6 +144,20 @@ def as_another_user() -> Iterator[None]:
             os.seteuid(0)
 
 
+def test_a_checkpoint_that_may_not_be_read_keeps_its_name() -> None:
+    """It may be intact, and another user's."""
+    with tempfile.TemporaryDirectory() as folder:
+        parent = Path(folder)
+        parent.chmod(0o777)
+        for step in (1, 2):
+            ckpt.save(parent / f"step-{step}", extra=torch.full((100,), step))
+        (parent / "step-2" / "extra.safetensors").chmod(0)
+        warned = pytest.warns(UserWarning, match=r"not from .*step-2, .*Permission denied\)$")
+        with as_another_user(), warned:
+            assert ckpt.resume(parent).extra[0] == 1  # type: ignore[union-attr]
+        assert names(parent) == ["step-1", "step-2"]
+
+
 @pytest.mark.parametrize("mode", [0o000, 0o444])
 def test_a_folder_that_cannot_be_read_says_so(mode: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

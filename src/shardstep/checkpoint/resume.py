@@ -22,6 +22,9 @@ from shardstep.comm.consensus import run_on_all_ranks
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
 
+Problem = tuple[str, bool]
+"""The error of a checkpoint, and whether a permission is missing: it may be intact then."""
+
 
 def latest(parent: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint in the folder `parent`; None if there is none.
@@ -64,13 +67,13 @@ def resume(
     comm = comm_of(optimizer)
     what = f"resuming from {parent}"
     share = slice(comm.group_rank, None, comm.world_size)
-    damaged: dict[Path, CheckpointError] = {}  # on rank 0
+    damaged: dict[Path, Problem] = {}  # on rank 0
 
     def find() -> list[tuple[str, str]]:
         if comm.group_rank != 0:
             return []
         complete, incomplete = find_checkpoints(Path(parent).absolute())
-        damaged.update(incomplete)
+        damaged.update({path: _problem_of(error) for path, error in incomplete.items()})
         return [(str(path), complete[path].run) for path in reversed(complete)]
 
     for name, run in run_on_all_ranks(comm, what, find)[0]:
@@ -81,12 +84,12 @@ def resume(
             loaded = load(path, optimizer, model, strict=strict, names=names, verify=False)
             if run:  # checkpoints from before 0.2.0 may be of several runs
                 continue_run(run)
-            for other, error in damaged.items():
-                _pass_over(other, error, path)
+            for other, (error, forbidden) in damaged.items():
+                _pass_over(other, error, forbidden, path)
             return loaded
         if comm.group_rank == 0:
-            damaged[path] = CheckpointError(problem)
-    reasons = run_on_all_ranks(comm, what, lambda: list(map(str, damaged.values())))[0]
+            damaged[path] = problem
+    reasons = run_on_all_ranks(comm, what, lambda: [error for error, _ in damaged.values()])[0]
     if reasons:
         raise CheckpointError(
             f"rank {comm.group_rank}: no checkpoint in {parent} can be loaded. Repair one, or "
@@ -95,20 +98,24 @@ def resume(
     return None
 
 
-def _problem(path: Path, share: slice) -> str | None:
+def _problem(path: Path, share: slice) -> Problem | None:
     """Open a checkpoint and compare some files with their digests. Return the error, if any."""
     try:
         with Checkpoint(path) as checkpoint:
             checkpoint.verify(sorted(checkpoint.manifest.files)[share])
     except CheckpointError as error:
-        return str(error)
+        return _problem_of(error)
     return None
 
 
-def _pass_over(path: Path, error: CheckpointError, instead: Path) -> None:
+def _problem_of(error: CheckpointError) -> Problem:
+    return str(error), isinstance(error.__cause__, PermissionError)
+
+
+def _pass_over(path: Path, error: str, forbidden: bool, instead: Path) -> None:
     """Warn of a damaged checkpoint, and free its name unless it belongs to another user."""
     moved = ""
-    if not isinstance(error.__cause__, PermissionError) and path.suffix != DAMAGED:
+    if not forbidden and path.suffix != DAMAGED:
         # The run may have found a checkpoint of this name damaged before.
         numbers = ("", *(f".{number}" for number in range(2, 100)))
         names = [path.with_name(f"{path.name}{number}{DAMAGED}") for number in numbers]
