@@ -182,6 +182,16 @@ def test_torch_s_class_and_fsdp2_divide_as_planned() -> None:
     assert max(run_ranks(_fsdp2_holds, 3)) == job.fsdp2(3).parameters
 
 
+def test_the_fullest_rank_of_a_drop_in_is_the_one_with_most_state() -> None:
+    """Every rank has all gradients, so only masters and state differ."""
+    specs = [
+        replace(ParamSpec.of(name, (n,)), layout="whole") for name, n in (("a", 1000), ("b", 100))
+    ]
+    job = Job(specs, MixedPrecision(), [StateSize(fixed=0), StateSize(fixed=3000)])
+    assert job.drop_in(2).state == 3000
+    assert job.module_mode(2).state == 0  # the other rank has more gradients than that
+
+
 def test_the_fewest_ranks_that_fit_are_found() -> None:
     sizes = [StateSize(nbytes=8 * StateSize.PER)] * 148
     job = Job(model("gpt2-124m"), MixedPrecision(), sizes)

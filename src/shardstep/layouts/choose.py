@@ -5,7 +5,6 @@ A class may declare the layout that it needs: `shardstep_layout = "whole"` or `"
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,6 @@ from shardstep.local.multi_class import (
     group_options,
     split_options,
 )
-from shardstep.local.sandbox import sandbox
 from shardstep.params.dtensor import num_parts, refuse_part
 from shardstep.params.inputs import Groups, parameters, unwrap_partial
 from shardstep.plan import Layout, ParamSpec
@@ -270,10 +268,7 @@ def declared_layout(recipe: OptimizerRecipe, construct: bool) -> Layout | None:
     plain = unwrap_partial(recipe.optimizer_class)
     declared: Layout | None = getattr(plain, "shardstep_layout", None)
     if declared is None and construct and not isinstance(plain, type):
-        # The probe reports exceptions.
-        with sandbox(plain, torch.device("cpu")), contextlib.suppress(Exception):
-            made = recipe.make([[torch.nn.Parameter(torch.zeros(2, 2))]], torch.device("cpu"))
-            declared = getattr(made, "shardstep_layout", None)
+        declared = getattr(recipe.sample(), "shardstep_layout", None)
     if declared not in (None, "sliced", "whole"):
         raise ValueError(
             f"{recipe.name}.shardstep_layout must be 'sliced' or 'whole', not {declared!r}"

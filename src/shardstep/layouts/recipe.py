@@ -59,6 +59,12 @@ class OptimizerRecipe:
         given = [{**_copied(self.group_options, device), "params": own} for own in groups]
         return self.optimizer_class(given, **_copied(self.defaults, device))
 
+    def sample(self) -> Optimizer | None:
+        """Construct an optimizer of one small matrix; None if that raises, as the probe reports."""
+        with sandbox(self.optimizer_class, _CPU), contextlib.suppress(Exception):
+            return self.make([[torch.nn.Parameter(torch.zeros(2, 2))]], _CPU)
+        return None
+
     def unwrapped(self) -> OptimizerRecipe:
         """Return the recipe with the keywords of a `functools.partial` among the defaults."""
         make: Any = self.optimizer_class
@@ -85,11 +91,9 @@ class OptimizerRecipe:
         with contextlib.suppress(ValueError, TypeError):  # not written in Python
             parameters = inspect.signature(self.optimizer_class).parameters.values()
             options += [parameter.default for parameter in parameters]
-        # The probe reports exceptions.
-        with sandbox(self.optimizer_class, _CPU), contextlib.suppress(Exception):
-            made = self.make([[torch.nn.Parameter(torch.zeros(2, 2))]], _CPU)
-            bases = [base for base in type(made).__mro__ if base not in (Optimizer, object)]
-            options += map(_attributes, (made, *bases))
+        made = self.sample()
+        bases = [base for base in type(made).__mro__ if base not in (Optimizer, object)]
+        options += map(_attributes, (made, *bases))
         values = tree_leaves(options)
         records = [value for value in values if dataclasses.is_dataclass(value)]
         values += tree_leaves([_attributes(record) for record in records])

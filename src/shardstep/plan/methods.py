@@ -116,7 +116,7 @@ class Job:
         reduced: Callable[[Share], int],
     ) -> Footprint:
         each = shares(plan, self.policy, self.state_sizes)
-        fullest = max(each, key=lambda s: s.master_nbytes + s.state_nbytes + s.gradient_nbytes)
+        fullest = max(each, key=lambda s: s.master_nbytes + s.state_nbytes + gradients(s))
         sent = [reduced(share) + share.gather_nbytes_sent for share in each]
         return Footprint(
             parameters=parameters,
@@ -131,16 +131,14 @@ class Job:
 
     def ddp(self, world_size: int) -> Footprint:
         """DDP with the whole optimizer on every rank."""
-        sent = 2 * self._ring(world_size, self._wire)
+        masters = sum(map(self._master, self.specs))
+        state = sum(map(self._state, range(len(self.specs))))
+        return self._under_ddp(masters, state, 1.0, 2 * self._ring(world_size, self._wire))
+
+    def _under_ddp(self, masters: int, state: int, imbalance: float, sent: int) -> Footprint:
+        everything = self._frozen + self._trained
         return Footprint(
-            self._frozen + self._trained,
-            self._trained,
-            sum(map(self._master, self.specs)),
-            sum(map(self._state, range(len(self.specs)))),
-            self._longest,
-            1.0,
-            sent,
-            sent,
+            everything, self._trained, masters, state, self._longest, imbalance, sent, sent
         )
 
     def torch_zero(self, world_size: int) -> Footprint:
@@ -159,16 +157,7 @@ class Job:
         fullest = max(range(world_size), key=lambda rank: masters[rank] + states[rank])
         # Each owner broadcasts its parameters, which the other ranks pass on.
         sent = 2 * self._ring(world_size, self._wire) + self._ring(world_size, self._trained)
-        return Footprint(
-            self._frozen + self._trained,
-            self._trained,
-            masters[fullest],
-            states[fullest],
-            self._longest,
-            _imbalance(numels),
-            sent,
-            sent,
-        )
+        return self._under_ddp(masters[fullest], states[fullest], _imbalance(numels), sent)
 
     def fsdp2(self, world_size: int) -> Footprint:
         """FSDP2 with one unit per block, resharded after forward.
@@ -182,7 +171,7 @@ class Job:
         for index, spec in enumerate(self.specs):
             rows = spec.shape[0] if spec.shape else 1
             own = spec.numel // max(rows, 1) * -(-rows // world_size)
-            itemsize = self.policy.step_dtype(spec.dtype).itemsize
+            itemsize = self._step_itemsize(spec)
             parameters += own * itemsize
             block = block_of(spec.name)
             gathered[block] += spec.nbytes
