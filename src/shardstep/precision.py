@@ -87,7 +87,7 @@ def resolve(
     """Return the policy in force. Raise if this optimizer cannot follow the given one.
 
     Without a given policy, an optimizer with `module=` keeps masters, because it replaces DDP as a
-    whole. A drop-in does what the replaced optimizer does.
+    whole. A drop-in does the same as the replaced optimizer.
     """
     if given is None:
         return MixedPrecision() if has_module else UNCHANGED

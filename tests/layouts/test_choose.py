@@ -224,7 +224,7 @@ class TakesConfig(FromSomeSize):
         (From30000, {}, {}, 30_000),
         (HidesItsSize, {}, {}, 30_000),
         (HasItsSize, {}, {}, 30_000),
-        (TakesConfig, {"config": Config(20_000)}, {}, 20_000),
+        (TakesConfig, {"config": Config(28_000)}, {}, 28_000),
         (functools.partial(From30000, min_size=40_000), {}, {}, 40_000),
     ],
 )

@@ -124,6 +124,13 @@ def trust_squares(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return trust(p, grad) if p.dim() == 2 and p.shape[0] == p.shape[1] else grad
 
 
+def by_shape(name: str, chosen: Any, dim: int = 2) -> Any:
+    """A class that divides a gradient by its norm if its shape is `chosen`."""
+    return by_direction(
+        name, lambda p, g: g / g.norm() if p.dim() == dim and chosen(*p.shape) else g
+    )
+
+
 def cubes_alone(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     if p.dim() > 4:
         raise ValueError("too many dimensions")
@@ -476,6 +483,11 @@ VERDICTS: dict[str, list[Any]] = {
         by_direction("NormOfCubes", lambda p, g: g / g.norm() if p.dim() == 3 else g),
         by_direction("NormOf5Dimensions", lambda p, g: g / g.norm() if p.dim() == 5 else g),
         by_direction("NormOfCubesAlone", cubes_alone),
+        by_shape("NormOfRows", lambda rows, columns: columns > 4 * rows),
+        by_shape("NormOfColumns", lambda rows, columns: columns == 1),
+        by_shape("NormOfBlocks", lambda rows, columns: rows % 16 == columns % 16 == 0),
+        by_shape("NormOfPoints", lambda _, __, *kernel: kernel == (1, 1), dim=4),
+        by_direction("SignOfOutliers", lambda p, g: g.sign() if g.abs().max() > 100 else g),
         by_direction("RaisesTiny", lambda p, g: g / g.norm() if 0 < g.norm() < 1e-3 else g),
         by_direction("NormAtZero", lambda p, g: g if p.any() else g / g.norm()),
     ],

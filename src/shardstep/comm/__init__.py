@@ -1,6 +1,6 @@
 """The only door to collectives.
 
-A `Comm` moves raw bytes, so every dtype travels the same way, and counts what this rank sends.
+A `Comm` moves raw bytes, so every dtype travels the same way, and counts the bytes sent.
 """
 
 from shardstep.comm.api import (

@@ -65,7 +65,7 @@ Finish = Callable[[], object]
 
 @contextmanager
 def naming(operation: str) -> Iterator[None]:
-    """Name `operation` in every error that the backend raises, and say what to look for."""
+    """Name `operation` in every error that the backend raises, and add a hint at the cause."""
     try:
         yield
     except (RuntimeError, ValueError) as error:

@@ -1,7 +1,7 @@
 """Checks that every rank is about to do the same thing, before any rank waits for another.
 
 A rank with other parameters than its peers would issue other collectives, and all would hang. So
-every rank raises if the ranks' descriptions of what they have differ, or if any rank failed.
+every rank raises if the ranks' descriptions of their inputs differ, or if any rank failed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Uneven inputs: which ranks still have data, and what they are about to do."""
+"""Uneven inputs: which ranks still have data, and their next action."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class JoinContext:
             self.shadowing = False
 
     def announce(self, comm: Comm, own: list[Any] | None) -> list[Any]:
-        """Return what the ranks that have data are about to do. Called on every rank.
+        """Return the next action of the ranks that have data. Called on every rank.
 
         Those ranks pass it as `own`, joined ranks pass None.
 
@@ -54,7 +54,7 @@ class JoinContext:
             if not self._joinable._join_config.is_first_joinable:
                 raise RuntimeError(
                     "an optimizer with module= has to be the first in Join([...]): joined ranks "
-                    "shadow what it does"
+                    "shadow its actions"
                 )
             self.notify()
         announced = all_gather_json(comm, own)

@@ -307,7 +307,7 @@ def refuse_per_parameter_options(recipe: OptimizerRecipe, params: Sequence[torch
 
 
 def _contents(value: Any) -> Iterator[Any]:
-    """Yield what an option holds, at any depth, with the keys of mappings."""
+    """Yield the contents of an option at any depth, and the keys of mappings."""
     if isinstance(value, Mapping):
         yield from value
         value = value.values()

@@ -9,9 +9,9 @@ ranks would hold them. Parameters, state and group options are compared to the b
 - It draws random numbers: ranks would draw others. Constants in their place show the rest.
 - It does not run on these tensors: it is *untried*.
 
-The stages below show most differences early. The largest tensors exceed every number among the
-options that may be a size. benchmarks/probe.py measures the time: less than 0.1 s for nearly all
-classes.
+The stages below show most differences early. The largest tensors exceed every number of the class
+that may be a size, and the last step every number that may count steps. benchmarks/probe.py
+measures the time: less than 0.1 s for nearly all classes.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ OTHERS = Stage(((139,), (), (12, 10, 3, 3)), steps=7, dealt=True, extreme=True)
 PLAIN = Stage(((19, 13), (13, 19)), steps=7, extreme=True)
 """In place of `OTHERS`, for classes that take matrices only."""
 
-MORE = Stage(((5, 4, 7), (5, 4, 7), (3, 2, 4, 3, 2)), steps=3)
-"""Three tensors in a group, of three and five dimensions."""
+MORE = Stage(((5, 4, 7), (1, 140), (140, 1), (12, 11, 1, 1), (3, 2, 4, 3, 2)), steps=2)
+"""Five tensors in a group: three and five dimensions, one row, one column, a 1x1 convolution."""
 
-CUBES = Stage(((5, 4, 7),) * 3, steps=3)
+FEWER = replace(MORE, shapes=MORE.shapes[:-1])
 """In place of `MORE`, for classes that do not take five dimensions."""
 
-LARGE = Stage(((128, 136), (131, 131)), steps=4)
-"""Above known thresholds: 128 rows or columns, 4,096 elements, multiples of 256, square."""
+LARGE = Stage(((144, 176), (131, 131)), steps=4)
+"""Above known thresholds: 128 rows or columns, 4,096 elements, multiples of 16 and 256, square."""
 
 IF_SLOW = {
     MATRICES: Stage(((17, 11), (17, 11)), steps=10),
@@ -218,7 +218,7 @@ def _run_stages(trial: Trial, numbers: Numbers) -> Verdict:
             if others.failure is not None:
                 run(PLAIN, may_fail=True)
             if sliced is None and run(MORE, may_fail=True).failure is not None:
-                run(CUBES, may_fail=True)
+                run(FEWER, may_fail=True)
         for stage in (LARGE, *map(_stage_for_size, numbers.sizes)):
             if sliced is None or sliced.cause is Cause.SPARSE:
                 # Must not fail: another device may run these, and not element-wise.

@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 
 
 class Numbers(NamedTuple):
-    """Whole numbers in a class, at which its rule may change: sizes, and the last of some step."""
+    """Sizes and the last step at which the rule of a class may change."""
 
     sizes: tuple[int, ...] = ()
     last_step: int = 0

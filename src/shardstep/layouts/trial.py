@@ -116,8 +116,10 @@ class Stage:
             _clear_slice(grad)
         elif extreme == NOT_FINITE and number == 0:
             grad.view(-1)[:2] = torch.tensor([torch.inf, torch.nan])
-        elif number == 0:
-            grad *= {TINY: 1e-6, SPIKE: 1e5}.get(extreme, 1.0)
+        elif extreme == SPIKE and number == 0:
+            grad.view(-1)[0] = 1e6
+        elif extreme == TINY and number == 0:
+            grad *= 1e-6
         return grad
 
     def _draw(self, number: int, step: int, dtypes: Sequence[torch.dtype]) -> torch.Tensor:

@@ -23,7 +23,7 @@ MAX_BUCKET_BYTES = 25 * 2**20
 def default_bucket_bytes(specs: Sequence[ParamSpec], least: int = MIN_BUCKET_BYTES["gloo"]) -> int:
     """Return a sixteenth of the trainable bytes, so that buckets can overlap.
 
-    It is at least `least`, which depends on what a launch costs, and at most 25 MiB. Whole tensors
+    It is at least `least`, which depends on the cost of a launch, and at most 25 MiB. Whole tensors
     have a launch per owner: where a launch costs something, their buckets are of 25 MiB.
     """
     if least > MIN_BUCKET_BYTES["gloo"] and any(spec.layout == "whole" for spec in specs):
