@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -205,3 +206,16 @@ def test_a_rank_may_export_the_model_between_steps(record: Any) -> None:
         results.append(copies([*module.parameters(), *module.buffers()]))
         opt.detach()
     assert_same(results[0], results[1], record)
+
+
+@on_ranks(1)
+def test_scripting_a_module_names_the_way_out() -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    opt = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, module=module)
+    copied = copy.deepcopy(module)
+    assert torch.equal(copied(torch.ones(2, 4)), module(torch.ones(2, 4)))
+    for hooked in (module, copied, copy.deepcopy(copied)):
+        with pytest.raises(AttributeError, match=r"torch.jit.trace, or the optimizer's detach\(\)"):
+            torch.jit.script(hooked)
+    opt.detach()
+    assert torch.equal(torch.jit.script(module)(torch.ones(2, 4)), module(torch.ones(2, 4)))

@@ -35,12 +35,20 @@ class UncopiedHook:
         if call is not None:
             call(*args)
 
+    @property
+    def __name__(self) -> str:
+        """Refuse: `torch.jit.script` asks for the name of a function that it can compile."""
+        raise AttributeError(
+            "torch.jit.script cannot compile the hooks of a ZeroRedundancyOptimizer; call "
+            "torch.jit.trace, or the optimizer's detach() before you script or copy the module"
+        )
+
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _make_empty_hook, ()
 
 
 def _make_empty_hook() -> Callable[..., None]:
-    return _empty_hook
+    return UncopiedHook(_empty_hook)
 
 
 def _empty_hook(*args: Any) -> None:
