@@ -48,10 +48,10 @@ def inspect(
         bool, typer.Option("--tensors", help="List every tensor and its files.")
     ] = False,
 ) -> None:
-    """Show the contents of a checkpoint, or the checkpoints in a folder.
+    """Describe a checkpoint, or list the checkpoints in a folder.
 
-    Of a checkpoint: when and by what it was saved, the optimizer's class, groups and options, sizes
-    and files. Of a folder: its complete checkpoints, oldest first, and the remains of failed saves.
+    For a checkpoint: its date and versions, the optimizer's class, groups and options, sizes and
+    files. For a folder: its complete checkpoints, oldest first, and the remains of failed saves.
     Reads no tensors, and takes no longer for large checkpoints. Exits with 1 if a file is missing,
     or its length or header is wrong; `verify` compares digests too.
     """
@@ -69,7 +69,7 @@ def inspect(
 
 @app.command()
 def verify(path: Source, as_json: AsJson = False) -> None:
-    """Check that a checkpoint is as it was written.
+    """Check that a checkpoint is complete and undamaged.
 
     Compares every file with its digest, and finds every chunk of every tensor in its file, without
     gaps or overlaps. If something is wrong, names the file and exits with 1.
@@ -97,10 +97,10 @@ def reshard(
 ) -> None:
     """Rewrite a checkpoint as another number of ranks would have written it.
 
-    A checkpoint loads at any world size as it is. Resharded for the ranks that load it, each reads
-    one file; for one rank, its model is a single `model.safetensors`. Takes about 40 MB of memory
-    beyond the lists of tensors, whatever the size. The result counts as saved now: in a folder with
-    others it is the newest.
+    This is optional: a checkpoint loads at any world size. Resharded, each rank reads one file;
+    for one rank, the model is a single `model.safetensors`. Takes about 40 MB of memory beyond the
+    lists of tensors, whatever the size. The result counts as saved now: it becomes the newest
+    checkpoint of its folder.
     """
     with reporting() as stages:
         made = ckpt.reshard(path, out, ranks, layout, verify=not no_verify, stages=stages)
@@ -134,17 +134,17 @@ def export(
 ) -> None:
     """Write a checkpoint in another program's format.
 
-    **torch**: a file for `torch.load(..., weights_only=True)` with a dict of `model`, `optimizer`
-    (the plain `torch.optim` state dict) and `extra`, as far as they were saved; with `--model-only`
-    or `--optimizer-only` that state dict itself.
+    **torch**: a file for `torch.load(..., weights_only=True)`. It has a dict of `model`,
+    `optimizer` (the plain `torch.optim` state dict) and `extra`, if they were saved. With
+    `--model-only` or `--optimizer-only` it has that state dict alone.
 
-    **torch-named**: the same with optimizer state keyed by parameter names, as
-    `torch.distributed.checkpoint` and FSDP2 have it in full state dicts.
+    **torch-named**: the same, with optimizer state keyed by parameter name, as in full state dicts
+    of `torch.distributed.checkpoint` and FSDP2.
 
-    **safetensors**: the model's weights, as Hugging Face's libraries read them.
+    **safetensors**: the model's weights, for Hugging Face's libraries.
 
-    Memory: 40 MB for safetensors. For torch, that of the largest tensor, and a temporary file of
-    the size of all tensors in the folder of OUT.
+    Memory: 40 MB for safetensors. For torch, the size of the largest tensor, and a temporary file
+    of the size of all tensors, next to OUT.
     """
     if model_only and optimizer_only:
         raise typer.BadParameter("use --model-only or --optimizer-only, not both")
@@ -173,16 +173,16 @@ def import_(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint to make.")],
     model_key: Annotated[
         str | None,
-        typer.Option(help="Where the model's state dict is, if not under a usual key."),
+        typer.Option(help="Key of the model's state dict, if it is not a usual one."),
     ] = None,
     optimizer_key: Annotated[
         str | None,
-        typer.Option(help="Where the optimizer's state dict is, if not under a usual key."),
+        typer.Option(help="Key of the optimizer's state dict, if it is not a usual one."),
     ] = None,
     optimizer_class: Annotated[
         str | None,
         typer.Option(
-            help="The optimizer's class, such as AdamW or some.module.Lion, to be compared with "
+            help="The optimizer's class, such as AdamW or some.module.Lion. It is compared with "
             "the state now, and on load."
         ),
     ] = None,
@@ -196,7 +196,7 @@ def import_(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a checkpoint of another program's file, for `shardstep.checkpoint.load`.
+    """Make a checkpoint from another program's file, for `shardstep.checkpoint.load`.
 
     Takes what `torch.save` wrote: `{"model": ..., "optimizer": ...}`, an optimizer's state dict
     alone (of `torch.optim`, or as consolidated by torch's ZeroRedundancyOptimizer, or keyed by
@@ -283,7 +283,7 @@ def _table(*columns: str) -> Table:
 
 
 def _facts(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "what", f"{info['format']}, version {info['version']}"
+    yield "format", f"{info['format']}, version {info['version']}"
     yield "saved at", info["saved_at"]
     yield "made by", _versions(info["made_by"])
     origin = info["made_by"].get("cut_from")
@@ -311,12 +311,13 @@ def _facts(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"({model['elements']:,} elements, {', '.join(model['dtypes'])}){aliases}",
         )
     if extra is not None:
-        yield "extra", show_nbytes(extra["nbytes"])
+        nbytes = extra["nbytes"]
+        yield "extra", f"{show_nbytes(nbytes)} of tensors" if nbytes else "without tensors"
         value = extra["value"]
         items = value.items() if isinstance(value, Mapping) else [("value", value)]
         for key, item in list(items)[:20]:
             yield f"  {printable(key)}", _short(item)
-    yield "all", show_nbytes(info["nbytes"])
+    yield "total", show_nbytes(info["nbytes"])
 
 
 def _versions(made_by: Mapping[str, Any]) -> str:
