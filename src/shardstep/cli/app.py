@@ -37,4 +37,4 @@ def shardstep(
         ),
     ] = False,
 ) -> None:
-    """DDP's numbers at DDP's speed with 1/N of its optimizer state."""
+    """ZeRO-1 and ZeRO-2 for PyTorch: DDP's numbers with 1/N of its optimizer state."""
