@@ -21,7 +21,6 @@ from shardstep.layouts.choose import Layouts
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.local_optimizer import LocalState
 from shardstep.local.multi_class import no_defaults, refuse_new_class
-from shardstep.local.sandbox import without_global_hooks
 from shardstep.local.train_eval import MODES, has_train_eval
 from shardstep.modes import DropIn, InsideDDP, Mode, ModuleMode, Settings
 from shardstep.modes.base import CONSTRUCTING
@@ -210,8 +209,7 @@ class ZeroRedundancyOptimizer(ModeFront):
             closure: computes the loss again and returns it.
             **kwargs: passed on to the local optimizer's `step`, whose result is returned.
         """
-        with without_global_hooks():
-            return self.mode.step(closure, **kwargs)
+        return self.mode.step(closure, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, to None or to zero. Called on every rank."""

@@ -287,7 +287,7 @@ ERRORS: list[tuple[Callable[[str], None], type[Exception], str]] = [
     (never_registered, RuntimeError, r"but none was: register the hook with ddp.register_comm"),
     (
         lambda way: make_zero(model := MLP(), module=model),
-        *(ValueError, "module= replaces DDP: leave out overlap_with_ddp=True"),
+        *(ValueError, "module= replaces DDP; leave out overlap_with_ddp=True"),
     ),
     (ignored_by_ddp, ValueError, "'layers.2.weight' .* in DDP's parameters_to_ignore"),
     (

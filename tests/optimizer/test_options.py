@@ -154,6 +154,25 @@ def test_hooks_on_the_steps_of_all_optimizers_see_a_step_once() -> None:
     follow(script, Case(optim.SGD, {"lr": 0.1, "momentum": 0.9}))
 
 
+@on_ranks(1, 2)
+def test_hooks_on_the_steps_of_all_optimizers_see_steps_within_a_closure() -> None:
+    net, other = nn.Linear(2, 2), optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    opt = ZeroRedundancyOptimizer(net.parameters(), optim.Adam)
+    calls: list[str] = []
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = net(torch.ones(1, 2)).sum()
+        loss.backward()
+        other.step()
+        return loss
+
+    hook = register_optimizer_step_pre_hook(lambda each, *_: calls.append(type(each).__name__))
+    opt.step(closure)
+    hook.remove()
+    assert calls == ["ZeroRedundancyOptimizer", "SGD"]
+
+
 class Plainest(OneByOne):
     """Its `step` takes no closure."""
 

@@ -21,7 +21,7 @@ from shardstep.local.multi_class import (
     optimizer_name,
     parts_of,
 )
-from shardstep.local.sandbox import sandbox
+from shardstep.local.sandbox import GLOBAL_HOOKS, sandbox
 from shardstep.local.train_eval import set_mode, start_training
 from shardstep.params.groups import group_ranges
 from shardstep.params.inputs import check_optimizer
@@ -313,6 +313,19 @@ class LocalOptimizer:
                     # Keep the user's default device: a class may make a counter on the CPU.
                     stack.enter_context(sandbox(type(part), device, set_default_device=False))
             yield
+
+
+@contextlib.contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Run no hook on the steps of all optimizers: the caller's step has run them."""
+    kept = [(hooks, hooks.copy()) for hooks in GLOBAL_HOOKS]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)  # another thread may have put its own back
 
 
 def _global_state(optim: Optimizer) -> dict[Any, Any]:

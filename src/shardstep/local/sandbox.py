@@ -29,6 +29,12 @@ _OWN = frozenset({object, Optimizer})
 
 _CONTAINERS = (dict, defaultdict, OrderedDict, Counter, list, set, deque)
 
+GLOBAL_HOOKS: tuple[dict[int, Any], dict[int, Any]] = (
+    torch_optimizer._global_optimizer_pre_hooks,
+    torch_optimizer._global_optimizer_post_hooks,
+)
+"""The hooks on the steps of all optimizers."""
+
 _one_thread_at_a_time = threading.RLock()
 
 
@@ -52,7 +58,7 @@ def sandbox(
             stack.callback(numpy.random.set_state, numpy.random.get_state())
         for restore in _class_restorers(optimizer_class):
             stack.callback(restore)
-        for hooks in _global_hooks():
+        for hooks in GLOBAL_HOOKS:
             stack.callback(_refill, hooks, hooks.copy())
             hooks.clear()
         stack.callback(torch.set_warn_always, torch.is_warn_always_enabled())
@@ -73,26 +79,6 @@ def sandbox(
         # Compiling a step for a few small tensors would take seconds.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-@contextlib.contextmanager
-def without_global_hooks() -> Iterator[None]:
-    """Run no hook on the steps of all optimizers: the caller's step has run them."""
-    kept = [(hooks, hooks.copy()) for hooks in _global_hooks()]
-    for hooks, _ in kept:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, before in kept:
-            hooks.update(before)  # another thread may have put its own back
-
-
-def _global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
-    return (
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-    )
 
 
 def _class_restorers(optimizer_class: Any) -> list[Callable[[], object]]:

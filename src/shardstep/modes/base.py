@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -17,7 +17,7 @@ from shardstep.comm.join import JoinContext
 from shardstep.gather import ImmediateGather, ParamGather
 from shardstep.gradients import FullGradients, GradientSource
 from shardstep.gradients.lockstep import Lockstep, OutOfStepError
-from shardstep.local.local_optimizer import LocalOptimizer
+from shardstep.local.local_optimizer import LocalOptimizer, without_global_hooks
 from shardstep.local.multi_class import optimizer_name
 from shardstep.modes.frozen import FrozenPieces
 from shardstep.modes.planner import Planned, Planner, Settings
@@ -73,6 +73,11 @@ class Mode(ShardView):
 
     reduces_gradients = False
     """True if this optimizer reduces gradients to their owners, and not DDP or the user."""
+
+    hiding_global_hooks: Callable[[], AbstractContextManager[None]] = staticmethod(
+        without_global_hooks
+    )
+    """Surrounds a step. Torch has run hooks on the steps of all optimizers for the user's call."""
 
     def __init__(self, comm: Comm, join: JoinContext, module: torch.nn.Module | None) -> None:
         self.comm = comm
@@ -291,7 +296,8 @@ class Mode(ShardView):
                 closure = evaluated(closure)
             self.before_step()
             self.follow(stepping=True)
-            return self.pipeline.step(closure, **kwargs)
+            with self.hiding_global_hooks():
+                return self.pipeline.step(closure, **kwargs)
         except OutOfStepError:
             raise
         except BaseException:

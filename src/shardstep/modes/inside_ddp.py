@@ -40,6 +40,7 @@ class InsideDDP(Mode):
     """
 
     title = "inside DDP's backward"
+    hiding_global_hooks = staticmethod(nullcontext)  # the user calls no step
 
     def __init__(self, comm: Comm, join: JoinContext, module: torch.nn.Module | None) -> None:
         super().__init__(comm, join, module)

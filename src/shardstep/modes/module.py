@@ -217,8 +217,6 @@ class ModuleMode(Mode):
         if self.join.enabled or self.join.shadowing:
             return
         params = self.pipeline.params
-        if params.unchanged():
-            return
         with torch._C.DisableTorchFunctionSubclass():
             waits = self._reducer.has_gradients() or params.storage.intact()
             late = [index for index in params.frozen if params.params[index].requires_grad]
