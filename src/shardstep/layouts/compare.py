@@ -96,7 +96,7 @@ def _compare(trial: Trial, stage: Stage, found: Comparison) -> None:
             if step == COUNTED_STEP:
                 modes.enter_context(counter)
             if step <= COUNTED_STEP:
-                modes.enter_context(_NoCollectives())
+                modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
             drew = together.advance(step, gradients)
         if drew and not trial.constants:
             raise DrawsRandomNumbers
