@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,13 @@ def test_there_is_nothing_to_resume_from_or_nothing_that_loads(tmp_path: Path) -
         ckpt.resume(tmp_path, opt, net)
     assert difference(before, picture(net, opt)) is None
     assert names(tmp_path) == ["step-1"]
+
+
+@pytest.mark.parametrize("find", [ckpt.resume, ckpt.latest])
+def test_a_checkpoint_in_place_of_its_folder_is_refused(tmp_path: Path, find: Any) -> None:
+    ckpt.save(tmp_path / "step-1", extra=1)
+    with pytest.raises(ckpt.CheckpointError, match=r"step-1 is a checkpoint; pass the folder"):
+        find(tmp_path / "step-1")
 
 
 def other_model(parent: Path) -> None:

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardstep.checkpoint.files import CheckpointError, continue_run
+from shardstep.checkpoint.files import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    continue_run,
+    require,
+    status_of,
+)
 from shardstep.checkpoint.inputs import comm_of
 from shardstep.checkpoint.load import Loaded, load
 from shardstep.checkpoint.read import Checkpoint
@@ -32,9 +39,9 @@ def latest(parent: str | os.PathLike[str]) -> Path | None:
     All its files are there with their lengths, and its description is intact. Tensors are not read.
 
     Raises:
-        CheckpointError: if the folder cannot be read.
+        CheckpointError: if the folder cannot be read, or is itself a checkpoint.
     """
-    complete, _ = find_checkpoints(Path(parent))
+    complete, _ = _find(Path(parent))
     return next((path for path in reversed(complete) if _problem(path, slice(0)) is None), None)
 
 
@@ -61,8 +68,8 @@ def resume(
         The result of `load`; None if there is no checkpoint, as at the start of a run.
 
     Raises:
-        CheckpointError: if there are checkpoints and all are damaged, or if the one that was
-            chosen does not fit the optimizer or the model.
+        CheckpointError: if there are checkpoints and all are damaged, if `parent` is itself a
+            checkpoint, or if the one that was chosen does not fit the optimizer or the model.
     """
     comm = comm_of(optimizer)
     what = f"resuming from {parent}"
@@ -72,7 +79,7 @@ def resume(
     def find() -> list[tuple[str, str]]:
         if comm.group_rank != 0:
             return []
-        complete, incomplete = find_checkpoints(Path(parent).absolute())
+        complete, incomplete = _find(Path(parent).absolute())
         damaged.update({path: _problem_of(error) for path, error in incomplete.items()})
         return [(str(path), complete[path].run) for path in reversed(complete)]
 
@@ -96,6 +103,16 @@ def resume(
             f"resume from another folder for a fresh start. {'; '.join(reasons)}"
         )
     return None
+
+
+def _find(parent: Path) -> tuple[dict[Path, Manifest], dict[Path, CheckpointError]]:
+    """Return the complete checkpoints in `parent`, oldest first, and the errors of the others."""
+    found = find_checkpoints(parent)
+    require(
+        any(found) or status_of(parent / MANIFEST) is None,
+        f"{parent} is a checkpoint; pass the folder that it is in, {parent.parent}, or call load()",
+    )
+    return found
 
 
 def _problem(path: Path, share: slice) -> Problem | None:

@@ -56,7 +56,7 @@ MORE = Stage(((5, 4, 7), (1, 140), (140, 1), (12, 11, 1, 1), (3, 2, 4, 3, 2)), s
 FEWER = replace(MORE, shapes=MORE.shapes[:-1])
 """In place of `MORE`, for classes that do not take five dimensions."""
 
-LARGE = Stage(((144, 176), (131, 131)), steps=4)
+LARGE = Stage(((144, 176), (131, 131)), steps=7)
 """Above known thresholds: 128 rows or columns, 4,096 elements, multiples of 16 and 256, square."""
 
 IF_SLOW = {
