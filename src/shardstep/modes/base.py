@@ -39,6 +39,8 @@ from shardstep.state.view import ShardView
 CONSTRUCTING = "constructing ZeroRedundancyOptimizer"
 FOLLOWING = "following a change of the parameters"
 
+MakeContext = Callable[[], AbstractContextManager[None]]
+
 
 class Mode(ShardView):
     """One way of using the optimizer: how gradients arrive and how parameters leave.
@@ -74,9 +76,7 @@ class Mode(ShardView):
     reduces_gradients = False
     """True if this optimizer reduces gradients to their owners, and not DDP or the user."""
 
-    hiding_global_hooks: Callable[[], AbstractContextManager[None]] = staticmethod(
-        without_global_hooks
-    )
+    hiding_global_hooks: MakeContext = staticmethod(without_global_hooks)
     """Surrounds a step. Torch has run hooks on the steps of all optimizers for the user's call."""
 
     def __init__(self, comm: Comm, join: JoinContext, module: torch.nn.Module | None) -> None:
