@@ -40,9 +40,9 @@ WIRE = "without module= this optimizer does not reduce gradients"
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"master_dtype": BF16}, "master_dtype has to be torch.float32"),
-        ({"master_dtype": torch.int32}, "master_dtype has to be torch.float32"),
-        ({"reduce_dtype": torch.int32}, "reduce_dtype has to be a floating-point dtype"),
+        ({"master_dtype": BF16}, "master_dtype must be torch.float32"),
+        ({"master_dtype": torch.int32}, "master_dtype must be torch.float32"),
+        ({"reduce_dtype": torch.int32}, "reduce_dtype must be a floating-point dtype"),
         ({"stochastic_rounding": True}, "needs master_dtype=None"),
     ],
 )
@@ -69,7 +69,7 @@ def test_only_what_is_narrower_gets_a_master() -> None:
 @pytest.mark.parametrize(
     ("policy", "error", "match"),
     [
-        ("bf16", TypeError, "precision has to be a MixedPrecision, not a str"),
+        ("bf16", TypeError, "precision must be a MixedPrecision, not a str"),
         (MixedPrecision(reduce_dtype=FP32), ValueError, WIRE),
     ],
 )

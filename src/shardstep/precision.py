@@ -52,12 +52,12 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         if self.master_dtype not in (None, *_WIDE):
             raise ValueError(
-                "master_dtype has to be torch.float32, torch.float64 or None, not "
+                "master_dtype must be torch.float32, torch.float64 or None, not "
                 f"{self.master_dtype}"
             )
         if self.reduce_dtype not in (None, *_WIRE):
             raise ValueError(
-                "reduce_dtype has to be a floating-point dtype of 16, 32 or 64 bits or None, not "
+                "reduce_dtype must be a floating-point dtype of 16, 32 or 64 bits or None, not "
                 f"{self.reduce_dtype}"
             )
         if self.stochastic_rounding and self.master_dtype is not None:
@@ -92,7 +92,7 @@ def resolve(
     if given is None:
         return MixedPrecision() if has_module else UNCHANGED
     if not isinstance(given, MixedPrecision):
-        raise TypeError(f"precision has to be a MixedPrecision, not a {type(given).__name__}")
+        raise TypeError(f"precision must be a MixedPrecision, not a {type(given).__name__}")
     if given.reduce_dtype is not None and not sends_gradients:
         raise ValueError(
             f"reduce_dtype={given.reduce_dtype} has no effect here: without module= this optimizer "

@@ -273,7 +273,7 @@ ERRORS: list[tuple[Callable[[str], None], type[Exception], str]] = [
     ),
     (
         lambda way: tied(way, MLP()),
-        *(TypeError, "has to be a DistributedDataParallel and zero .* not a MLP and a Zero"),
+        *(TypeError, "must be a DistributedDataParallel and zero .* not a MLP and a Zero"),
     ),
     (
         lambda way: tie(way, make_zero(model := in_ddp(MLP())), model),

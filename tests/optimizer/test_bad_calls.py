@@ -258,7 +258,7 @@ class Alone(SoloComm):
 
 
 def test_a_call_that_other_ranks_do_not_make_is_named_when_they_do_not_come() -> None:
-    with pytest.raises(RuntimeError, match=r"late .*saving a checkpoint has to be .*every rank"):
+    with pytest.raises(RuntimeError, match=r"late .*saving a checkpoint must be .*every rank"):
         run_on_all_ranks(Alone(), "saving a checkpoint", lambda: None)
 
 

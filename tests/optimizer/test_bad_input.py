@@ -199,11 +199,11 @@ BAD: Bad = {
     "an optimizer in place of its class": (
         lambda: {"optimizer_class": Adam([p(4)])},
         TypeError,
-        "optimizer_class has to be a class.* not an object of type Adam; pass the class",
+        "optimizer_class must be a class.* not an object of type Adam; pass the class",
     ),
     "the name of a class": (
         lambda: {"optimizer_class": "Adam"},
-        *(TypeError, "optimizer_class has to be a class.* not an object of type str"),
+        *(TypeError, "optimizer_class must be a class.* not an object of type str"),
     ),
     "an optimizer class that couples all parameters": (
         lambda: {"optimizer_class": torch.optim.LBFGS},
@@ -219,7 +219,7 @@ BAD: Bad = {
     ),
     "a learning rate in the place of a process group": (
         lambda: {"process_group": 0.1},
-        *(TypeError, "process_group has to be a ProcessGroup, not a float"),
+        *(TypeError, "process_group must be a ProcessGroup, not a float"),
     ),
     "a mesh in the place of a process group": (
         lambda: {"process_group": init_device_mesh("cpu", (2,))},
@@ -231,7 +231,7 @@ BAD: Bad = {
     ),
     "buckets of no bytes": (
         lambda: {"bucket_bytes": 0},
-        *(ValueError, "bucket_bytes has to be positive, not 0"),
+        *(ValueError, "bucket_bytes must be positive, not 0"),
     ),
     "a negative learning rate": (lambda: {"lr": -1.0}, ValueError, "-1.0"),
     "an option with a letter missing": (
@@ -240,11 +240,11 @@ BAD: Bad = {
     ),
     "a switch in the place of a module": (
         lambda: {"module": True},
-        *(TypeError, "module has to be a torch.nn.Module, not True"),
+        *(TypeError, "module must be a torch.nn.Module, not True"),
     ),
     "bytes in words": (
         lambda: {"bucket_bytes": "25MB"},
-        *(TypeError, "bucket_bytes has to be an int, not '25MB'"),
+        *(TypeError, "bucket_bytes must be an int, not '25MB'"),
     ),
     "an option the class does not have": (lambda: {"beta": 3}, TypeError, "'beta'"),
 }

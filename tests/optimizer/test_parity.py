@@ -100,7 +100,7 @@ def test_channels_last_parameters_keep_numbers_and_format() -> None:
 
 @on_ranks(2)
 def test_a_gradient_may_lie_in_memory_otherwise_than_its_parameter() -> None:
-    """A contiguous gradient of a channels-last weight; the class has to be one whose result does
+    """A contiguous gradient of a channels-last weight; the class must be one whose result does
     not depend on whether a kernel runs over strides or not, which plain SGD's is."""
 
     def script(opt: Any, params: list[nn.Parameter]) -> None:

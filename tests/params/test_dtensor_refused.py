@@ -91,7 +91,7 @@ def test_what_cannot_be_right_is_refused_on_every_rank(ranks: int) -> None:
 
 
 class Signs(RowNorms):
-    """Element-wise, which has to be found out."""
+    """Element-wise, which must be found out."""
 
     def direction(self, grad: Tensor) -> Tensor:
         return grad.sign()

@@ -365,7 +365,7 @@ def test_a_plan_in_which_nothing_trains_can_be_made() -> None:
     [
         ({"world_size": 0}, "at least one rank"),
         ({"world_size": -3}, "world_size=-3"),
-        ({"world_size": 2, "bucket_bytes": 0}, "bucket_bytes has to be positive, not 0"),
+        ({"world_size": 2, "bucket_bytes": 0}, "bucket_bytes must be positive, not 0"),
         ({"world_size": 2, "layout": "auto"}, r"\['sliced', 'whole'\], not 'auto'"),
     ],
 )

@@ -19,7 +19,7 @@ def holdings(plan: ShardPlan) -> list[Holding]:
 def check_transfers(
     numels: Sequence[int], held: Sequence[Holding], wanted: Sequence[Holding]
 ) -> list[Copy]:
-    """Play the copies element by element; the source of each has to be its owner."""
+    """Play the copies element by element; the source of each must be its owner."""
     nowhere = -1
     owner = [np.full(numel, nowhere) for numel in numels]
     for source, holding in enumerate(held):

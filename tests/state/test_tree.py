@@ -91,7 +91,7 @@ def round_trip(value: Any) -> tuple[Any, list[torch.Tensor]]:
         tensor = next(arriving)
         assert (tensor.dtype, tensor.shape) == (leaf.dtype, leaf.shape)
         if leaf.data is not None:
-            tensor = leaf.empty(CPU)  # small: all of it has to be in the text
+            tensor = leaf.empty(CPU)  # small: all of it must be in the text
         assert tensor.stride() == leaf.stride or tensor.numel() == 0
         return tensor
 

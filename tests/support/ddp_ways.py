@@ -1,7 +1,7 @@
 """The ways in which DDP and the sharded optimizer work together, and what they are compared with.
 
 A way takes the step inside of backward. `expected` is DDP with the same communication hook and the
-unsharded optimizer: the arithmetic is the same, so the numbers have to be the same to the bit.
+unsharded optimizer: the arithmetic is the same, so the numbers must be the same to the bit.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def run_ranks(
     """Run ``fn(*args, **kwargs)`` on ``world_size`` processes that form a default group.
 
     Args:
-        fn: A module-level function; its arguments and its value have to be picklable.
+        fn: A module-level function; its arguments and its value must be picklable.
         world_size: The number of ranks.
         *args: Passed to ``fn`` on every rank.
         timeout: Seconds for all ranks to return. A collective gives up after two

@@ -1,7 +1,7 @@
 """One matrix: what a training loop may do, in every mode of the optimizer, compared with DDP.
 
 A scenario is a loop. It runs once on DDP with the unsharded optimizer and once in each mode; what
-it returned, the parameters and the buffers have to be the same to the bit. `SCENARIOS` has them by
+it returned, the parameters and the buffers must be the same to the bit. `SCENARIOS` has them by
 name, `REFUSED` the pairs of scenario and mode that raise instead.
 """
 
@@ -119,7 +119,7 @@ def sharded(
 
 
 def renew(setup: Setup) -> None:
-    """Make DDP again, as it has to be whenever the parameters that train have changed."""
+    """Make DDP again, as it must be whenever the parameters that train have changed."""
     if isinstance(setup.model, DistributedDataParallel):
         setup.model = model = DistributedDataParallel(setup.module)
         setup.no_sync = model.no_sync

@@ -75,7 +75,7 @@ def load(
         path: the checkpoint; `latest(folder)` finds the newest.
         optimizer: the optimizer to load into, over the same parameters or some of them.
         model: the model to load into, plain or inside DDP or torch.compile.
-        strict: whether everything here has to be in the checkpoint, and the other way round. If
+        strict: whether everything here must be in the checkpoint, and the other way round. If
             False, what was found is loaded, and the result and a warning name the rest.
         names: for parameters with other names in the checkpoint: from the name here to the name
             there.
@@ -130,7 +130,7 @@ def _open_same(
 
     if len(set(run_on_all_ranks(comm, what, open_it))) > 1:
         raise CheckpointError(
-            f"rank {comm.group_rank}: the ranks find different checkpoints at {path}; it has to be "
+            f"rank {comm.group_rank}: the ranks find different checkpoints at {path}; it must be "
             "on a file system that they share"
         )
     return found[0]

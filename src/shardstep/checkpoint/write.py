@@ -94,7 +94,7 @@ def plan_save(
 
     def check() -> str:
         if keep is not None and keep < 1:
-            raise ValueError(f"keep_last has to be at least 1, not {keep}: this save is kept too")
+            raise ValueError(f"keep_last must be at least 1, not {keep}: this save is kept too")
         if optimizer is None and model is None and extra is None:
             raise ValueError("there is nothing to save: give an optimizer, a model or extra")
         check_model(model)

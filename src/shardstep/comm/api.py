@@ -54,7 +54,7 @@ class Operation(Enum):
 
 
 LATE = (
-    "a rank is stopped, or at another place of the loop: look for a batch, a forward or backward "
+    "a rank stopped, or made another call: look for a batch, a forward or backward "
     "pass, a step or another call that only some ranks make"
 )
 GONE = "a peer has ended or failed: its own error says why"

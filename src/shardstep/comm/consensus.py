@@ -59,7 +59,7 @@ def run_on_all_ranks(comm: Comm, what: str, act: Callable[[], J]) -> list[J]:
         answers = all_gather_json(comm, mine)
     except RuntimeError as lost:
         cause = error or lost
-        raise LostRankError(f"{lost} (note: {what} has to be done on every rank)") from cause
+        raise LostRankError(f"{lost} (note: {what} must be done on every rank)") from cause
     if error is not None:
         raise error
     for group_rank, (succeeded, message) in enumerate(answers):

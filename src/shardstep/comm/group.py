@@ -221,7 +221,7 @@ class GroupComm(Comm):
         return self._wire_device(CPU)
 
     def _wire_device(self, device: torch.device) -> torch.device:
-        """Return where a tensor on `device` has to be for this group to move it."""
+        """Return where a tensor on `device` must be for this group to move it."""
         backend = backend_name(self._group, device)
         if backend == "gloo":
             return CPU
@@ -294,7 +294,7 @@ def connect(process_group: dist.ProcessGroup | None, near: Sequence[torch.Tensor
     if not isinstance(process_group, dist.ProcessGroup):
         if process_group != dist.GroupMember.NON_GROUP_MEMBER:
             raise TypeError(
-                f"process_group has to be a ProcessGroup, not a {type(process_group).__name__}; "
+                f"process_group must be a ProcessGroup, not a {type(process_group).__name__}; "
                 "options of the optimizer are passed by name, and a DeviceMesh of one dimension "
                 "has a get_group()"
             )

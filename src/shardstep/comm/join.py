@@ -53,7 +53,7 @@ class JoinContext:
         if own is not None:
             if not self._joinable._join_config.is_first_joinable:
                 raise RuntimeError(
-                    "an optimizer with module= has to be the first in Join([...]): joined ranks "
+                    "an optimizer with module= must be the first in Join([...]): joined ranks "
                     "shadow its actions"
                 )
             self.notify()

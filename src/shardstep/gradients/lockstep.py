@@ -1,6 +1,6 @@
 """Notes that ranks compare: their position, and which parameters had a gradient.
 
-Each rank describes its position in a note of a few numbers. All ranks have to be at the same step
+Each rank describes its position in a note of a few numbers. All ranks must be at the same step
 and round, with the same options. Where this optimizer reduces gradients, notes travel with the
 flags of used parameters, at no extra message. Elsewhere each step sends one. The optimizer skips a
 parameter that had a gradient on no rank, as under DDP.
@@ -134,7 +134,7 @@ class Lockstep:
         for rank, (marks, *_) in enumerate(notes):
             if marks & GIVEN_UP:
                 raise BatchSkippedError(
-                    f"rank {rank} has given this batch up; call recover() on every rank, and go on "
+                    f"rank {rank} skipped this batch; call recover() on every rank, and continue "
                     "with the next batch"
                 )
         present = [(rank, note) for rank, note in enumerate(notes) if not note[0] & JOINED]

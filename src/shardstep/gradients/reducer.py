@@ -259,7 +259,7 @@ class GradReducer(ShardNorms):
         begun = self._in_backward or self._round is not None
         if begun and torch._C._current_graph_task_id() == -1:
             raise RuntimeError(
-                "the last backward pass did not come to its end; call zero_grad() on every rank "
+                "the last backward pass did not finish; call zero_grad() on every rank "
                 "before going on"
             )
 

@@ -46,7 +46,7 @@ class ShardstepTrainerMixin(Trainer):
 
     List it before `Trainer`. The class and options are those that the Trainer would use: from
     `args.optim`, or from `optimizer_cls_and_kwargs`. An optimizer given as
-    `optimizers=(optimizer, scheduler)` has to be a `ZeroRedundancyOptimizer` with `module=`.
+    `optimizers=(optimizer, scheduler)` must be a `ZeroRedundancyOptimizer` with `module=`.
     """
 
     shardstep_options: ClassVar[dict[str, Any]] = {}

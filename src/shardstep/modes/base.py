@@ -163,7 +163,7 @@ class Mode(ShardView):
         """Adapt to changes of the parameters since the last step. Called on every rank.
 
         Data that only moved is this rank's own affair. Freezing, unfreezing, or another dtype or
-        device change the plan, and have to be done on every rank. Ranks that changed different
+        device change the plan, and must be done on every rank. Ranks that changed different
         things raise. A rank that changed nothing does not know, and waits until the timeout of the
         process group.
         """
@@ -385,7 +385,7 @@ class Mode(ShardView):
             The mode, as the hooks drive it.
         """
         raise ValueError(
-            "this hook steps the optimizer inside backward, so the optimizer has to be constructed "
+            "this hook steps the optimizer inside backward, so the optimizer must be constructed "
             "with overlap_with_ddp=True"
         )
 

@@ -232,7 +232,7 @@ def _check(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> Non
     ours = isinstance(getattr(zero, "mode", None), Mode)
     if not (ours and isinstance(within, DistributedDataParallel)):
         raise TypeError(
-            "ddp has to be a DistributedDataParallel and zero a ZeroRedundancyOptimizer of this "
+            "ddp must be a DistributedDataParallel and zero a ZeroRedundancyOptimizer of this "
             f"library, not a {type(ddp).__name__} and a {type(zero).__name__}; without DDP, "
             "construct the optimizer with module="
         )

@@ -68,7 +68,7 @@ class DropIn(Mode):
                     name = params.plan.specs[index].name
                     raise RuntimeError(
                         f"the gradient of parameter {name!r} differs between ranks {first} and "
-                        f"{rank}: without module=, gradients have to be synchronised before "
+                        f"{rank}: without module=, gradients must be synchronised before "
                         "step(); call the DistributedDataParallel wrapper, not the module in it, "
                         "or pass module= and no DDP"
                     )

@@ -65,7 +65,7 @@ def describe_part(param: torch.Tensor, name: str) -> list[str]:
     parts = [f"part {place} of {size} by {how}" for how, place, size in _divisions(param)]
     return [
         f"{' and '.join(parts) or 'all'} of the DTensor {name!r} of shape {tuple(param.shape)} "
-        "(process_group has to be one of ranks that hold the same part, the data-parallel group)"
+        "(process_group must be one of ranks that hold the same part, the data-parallel group)"
     ]
 
 

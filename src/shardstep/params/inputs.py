@@ -32,13 +32,13 @@ def _as_list(params: Any) -> list[Any]:
     """Return the given parameters, groups or named parameters as a list. Raise if they are not."""
     kinds = "an iterable of tensors, of (name, tensor) pairs or of dicts"
     if isinstance(params, torch.Tensor):
-        raise TypeError(f"params has to be {kinds}, but a single tensor was given; pass [tensor]")
+        raise TypeError(f"params must be {kinds}, but a single tensor was given; pass [tensor]")
     if isinstance(params, torch.nn.Module):
-        raise TypeError(f"params has to be {kinds}, but a module was given; pass its parameters()")
+        raise TypeError(f"params must be {kinds}, but a module was given; pass its parameters()")
     try:
         given = list(params)
     except TypeError as error:
-        raise TypeError(f"params has to be {kinds}, not a {type(params).__name__}") from error
+        raise TypeError(f"params must be {kinds}, not a {type(params).__name__}") from error
     if not given:
         raise ValueError(
             "ZeroRedundancyOptimizer was given an empty parameter list; a generator, such as "
@@ -53,7 +53,7 @@ def _as_list(params: Any) -> list[Any]:
         named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
         if not isinstance(item[1] if named else item, torch.Tensor):
             kind = type(item).__name__
-            raise TypeError(f"params has to be {kinds}, but item {index} is a {kind}")
+            raise TypeError(f"params must be {kinds}, but item {index} is a {kind}")
     return given
 
 
@@ -191,17 +191,17 @@ def check_arguments(
     """
     if not callable(optimizer_class):
         raise TypeError(
-            "optimizer_class has to be a class, such as torch.optim.AdamW, not an object of type "
+            "optimizer_class must be a class, such as torch.optim.AdamW, not an object of type "
             f"{type(optimizer_class).__name__}; pass the class, and its options as keyword "
             "arguments"
         )
     if not isinstance(module, torch.nn.Module | None):
         raise TypeError(
-            f"module has to be a torch.nn.Module, not {module!r}; pass the model whose parameters "
+            f"module must be a torch.nn.Module, not {module!r}; pass the model whose parameters "
             "these are"
         )
     if bucket_bytes is not None and type(bucket_bytes) is not int:
-        raise TypeError(f"bucket_bytes has to be an int, not {bucket_bytes!r}")
+        raise TypeError(f"bucket_bytes must be an int, not {bucket_bytes!r}")
     with contextlib.suppress(ValueError):  # of a class that is not written in Python
         taken = inspect.signature(optimizer_class).parameters.values()
         if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken):

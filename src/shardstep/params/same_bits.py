@@ -74,7 +74,7 @@ def fits(
 ) -> bool:
     """Return True if the states of a tensor's pieces are its state, cut like the tensor.
 
-    Values that are not per element have to be comparable, and equal in all states.
+    Values that are not per element must be comparable, and equal in all states.
     """
     if not all(type(piece) is type(whole) for piece in pieces):
         return False

@@ -1,4 +1,4 @@
-"""The messages in which a bucket travels if it has to be packed.
+"""The messages in which a bucket travels if it must be packed.
 
 A bucket that is longer than a message, such as one with a large embedding, travels in several: each
 has the same stretch of every rank's segment. So a large parameter does not set the size of the

@@ -63,10 +63,10 @@ class ShardPlan:
         if bucket_bytes is None:
             bucket_bytes = default_bucket_bytes(specs)
         if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes has to be positive, not {bucket_bytes}")
+            raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
         if layout is not None:
             if layout not in get_args(Layout):
-                raise ValueError(f"layout has to be one of {[*get_args(Layout)]}, not {layout!r}")
+                raise ValueError(f"layout must be one of {[*get_args(Layout)]}, not {layout!r}")
             specs = [replace(spec, layout=layout) for spec in specs]
         specs = tuple(specs)
         return cls(specs, place(specs, world_size, bucket_bytes), world_size)

@@ -135,7 +135,7 @@ def _combine(
             raise RuntimeError(
                 f"ranks {holders[0]} and {rank}, which own parts of parameter {spec.name!r}, keep "
                 f"different state for it: {skeletons[0]} and {skeleton}; an optimizer that is not "
-                'element-wise has to be constructed with layout="whole"'
+                'element-wise must be constructed with layout="whole"'
             )
     found = [leaves(nodes[rank][param]) for rank in holders]
     shapes = [

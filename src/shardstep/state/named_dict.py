@@ -108,7 +108,7 @@ def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:
             "the loaded state dict has other parameters than this optimizer: "
             + "; ".join(
                 f"{what} {len(which)} ({shorten_list(which)})"
-                for what, which in (("it lacks", missing), ("unknown here are", unknown))
+                for what, which in (("it lacks", missing), ("this optimizer has no", unknown))
                 if which
             )
         )

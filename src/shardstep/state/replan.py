@@ -66,7 +66,7 @@ def refuse_lost_gradients(group_rank: int, what: str, has_gradients: bool) -> No
     """Raise if a change would drop gradients that the next step needs."""
     if has_gradients:
         raise RuntimeError(
-            f"rank {group_rank}: {what} would lose the gradients that are there for the next step; "
+            f"rank {group_rank}: {what} would lose gradients of the next step; "
             "do it before backward, or call zero_grad() first"
         )
 

@@ -68,7 +68,7 @@ class Sharded:
       and full state dicts load across policies.
     - `async_save` works with its default thread. Its separate process would pickle the state and is
       refused.
-    - A dict of `get_optimizer_state_dict` has to be nested. Load flat ones in full with the
+    - A dict of `get_optimizer_state_dict` must be nested. Load flat ones in full with the
       optimizer's `load_state_dict`.
     - For `get_state_dict` and `set_state_dict`, pass `Sharded(optimizer).as_optimizer()`. They
       would drop masters of 16-bit parameters, so those are refused there.
