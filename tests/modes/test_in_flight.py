@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ import surroundings
 import torch
 from doubles import AnyOrder
 from late import Late, Noted, in_flight
-from models import ADAMW, MLP, MLP_PROBLEM, noise, rank, train, with_ddp
+from models import ADAMW, MLP, MLP_PROBLEM, noise, rank, train, with_ddp, with_zero
 from on_ranks import on_ranks
 from problems import assert_same, copies, differing
 from scenarios import MODULE, SCENARIOS, compared
@@ -290,3 +291,23 @@ def test_the_optimizers_state_is_complete_while_parameters_are_in_flight() -> No
     zero = in_flight()
     whole = zero.opt.full_state("layers.1.weight")
     assert_same(list(expected[2].values()), [whole[key] for key in expected[2]])
+
+
+@on_ranks(2, timeout=110, fresh=True)
+def test_a_signal_handler_may_read_parameters_at_any_time() -> None:
+    """Also while the step waits for them: a job that is about to be preempted saves its model."""
+    setup = with_zero(MLP_PROBLEM.fresh())
+    reads: list[float] = []
+
+    def read(*args: Any) -> None:
+        reads.append(sum(float(param.detach().sum()) for param in setup.module.parameters()))
+
+    before = signal.signal(signal.SIGALRM, read)
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0011)
+    try:
+        train(setup, MLP_PROBLEM, range(60))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(reads) > 10
+    setup.opt.verify()

@@ -218,8 +218,9 @@ class Flights:
         # itself behind it expects them there, whichever stream waits first.
         self.works[bucket] = work if device.type == "cpu" else _OnStream(work, device)
         for param in self._alive(bucket) if mark else ():
-            param.__class__ = _in_flight_class(type(param))
+            # In this order: a signal handler in between finds no flight to wait for otherwise.
             param._shardstep_flight = (self, bucket)  # type: ignore[attr-defined]
+            param.__class__ = _in_flight_class(type(param))
 
     def wait_for_errors(self) -> None:
         """Raise if the last step failed on another rank."""
@@ -239,16 +240,18 @@ class Flights:
         # Another thread that asks meanwhile has to wait as well.
         with self._lock:
             work = self.works.get(bucket)
-            if work is None:
-                return
-            # If this raises, the bucket stays in flight: its values must not be read.
-            with span("wait for gather", bucket), _outside_modes():
-                work.wait()
+            if work is not None:
+                # If this raises, the bucket stays in flight: its values must not be read.
+                with span("wait for gather", bucket), _outside_modes():
+                    work.wait()
+            # A signal handler may run between any two lines, here and in `add`, and wait for the
+            # same bucket: parameters may still be marked when there is no work left.
             for param in self._alive(bucket):
-                if isinstance(param, _InFlight):
-                    param.__class__ = param._shardstep_class
-                    del param._shardstep_flight
-            del self.works[bucket]
+                arrived = getattr(param, "_shardstep_class", None)
+                if arrived is not None:
+                    param.__class__ = arrived
+                    vars(param).pop("_shardstep_flight", None)
+            self.works.pop(bucket, None)
             if not self.works and self._after_last is not None:
                 self._after_last()
             self.wait_for_errors()
