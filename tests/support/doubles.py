@@ -43,9 +43,9 @@ class Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def new_connection(self) -> Comm:
+    def new_connection(self, *options: Any) -> Comm:
         """Return the same double over new connections."""
-        return type(self)(self._inner.new_connection())
+        return type(self)(self._inner.new_connection(*options))
 
 
 def spoil(buffer: torch.Tensor) -> None:
@@ -103,8 +103,8 @@ class AnyOrder(Wrapped):
         self._in_flight: list[_Late] = []
         self.landed_early = 0
 
-    def new_connection(self) -> Comm:
-        return AnyOrder(self._inner._inner.new_connection())
+    def new_connection(self, *options: Any) -> Comm:
+        return AnyOrder(self._inner._inner.new_connection(*options))
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int], *operation: Any) -> Work:
         return self._fly(self._inner.all_gather(buffer, cuts, *operation))

@@ -1,7 +1,7 @@
 """Goes seeded walks from the command line and prints a digest of each, to compare two source trees.
 
     PYTHONPATH=src:tests/support python tests/support/run_walks.py \
-        --mode zero2 --seeds 1000:1300 --ranks 2
+        --mode "module 16 bits" --seeds 1000:1300 --ranks 2
 
 A line is `mode seed digest`, and what went wrong if anything did. The digest is of the parameters
 on every rank after each act, and of the optimizer's state at the end. Two source trees compute the
@@ -15,28 +15,16 @@ import argparse
 import hashlib
 import sys
 import warnings
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import either_tree  # noqa: F401  # before the walks are imported
 import torch
 import torch.distributed as dist
-from ddp_ways import WAYS
 from models import world_size
 from ranks import RankFailure, run_ranks
-from walk_ddp import BesideDDP
-from walk_dropin import DropIn
-from walk_zero2 import Looping
-from walk_zero2_low import Low
-from walks import Walk, plain
+from walk_modes import MODES
+from walks import Walk, contiguous
 
-MODES: dict[str, dict[str, Callable[[int], Walk]]] = {
-    "zero2": {"zero2": Looping},
-    "zero2_low": {"zero2_low": Low},
-    "dropin": {"dropin 32 bits": DropIn, "dropin 16 bits": partial(DropIn, low=True)},
-    "ddp": {f"ddp {way}": partial(BesideDDP, way=way) for way in ("drop-in", *WAYS)},
-}
 ACTS = 40
 AT_A_TIME = 10  # seeds for one start of the ranks
 
@@ -45,7 +33,7 @@ def add(digest: Any, value: Any) -> None:
     """Add a value to a digest: tensors by form and bits, containers by their contents."""
     if isinstance(value, torch.Tensor):
         digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        digest.update(bytes(plain(value.detach()).view(-1).view(torch.uint8).tolist()))
+        digest.update(bytes(contiguous(value).view(-1).view(torch.uint8).tolist()))
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
             digest.update(str(key).encode())
@@ -67,7 +55,7 @@ class Watched:
         walk.check, walk.leave = self.check, self.leave  # type: ignore[method-assign]
 
     def _params(self) -> list[torch.Tensor]:
-        return [param for group in self.walk.optimizer.param_groups for param in group["params"]]
+        return [param for group in self.walk.sharded.param_groups for param in group["params"]]
 
     def check(self) -> None:
         self._check()
@@ -75,17 +63,17 @@ class Watched:
         add(self.digest, [param.data for param in self._params()])
 
     def leave(self) -> None:
-        add(self.digest, [self.walk.optimizer.full_state(param) for param in self._params()])
-        add(self.digest, [self.walk.optimizer.full_master(param) for param in self._params()])
+        add(self.digest, [self.walk.sharded.full_state(param) for param in self._params()])
+        add(self.digest, [self.walk.sharded.full_master(param) for param in self._params()])
         self._leave()
 
 
-def go(mode: str, name: str, seeds: range) -> list[str]:
+def go(mode: str, seeds: range) -> list[str]:
     """Go one walk for each seed. Called on every rank; the digests of all ranks make one."""
     lines = []
     warnings.simplefilter("ignore")
     for seed in seeds:
-        watched = Watched(MODES[mode][name](seed))
+        watched = Watched(MODES[mode](seed))
         wrong = ""
         try:
             watched.walk.go(ACTS)
@@ -96,7 +84,7 @@ def go(mode: str, name: str, seeds: range) -> list[str]:
         if world_size() > 1:
             dist.all_gather_object(every, watched.digest.hexdigest())
         digest = hashlib.sha256(" ".join(every).encode()).hexdigest()[:16]
-        lines.append(f"{name} {seed} {digest} {wrong}".rstrip())
+        lines.append(f"{mode} {seed} {digest} {wrong}".rstrip())
     return lines
 
 
@@ -110,15 +98,14 @@ def main(argv: list[str] | None = None) -> int:
     first, end = map(int, given.seeds.split(":"))
     failed = False
     for mode in MODES if given.mode == "all" else [given.mode]:
-        for name in MODES[mode]:
-            for start in range(first, end, AT_A_TIME):
-                seeds = range(start, min(end, start + AT_A_TIME))
-                try:
-                    lines = run_ranks(go, given.ranks, mode, name, seeds)[0]
-                except RankFailure as error:
-                    lines = [f"{name} {seeds} failed: {error}"]
-                failed |= any(len(line.split()) > len(name.split()) + 2 for line in lines)
-                print(*lines, sep="\n", flush=True)
+        for start in range(first, end, AT_A_TIME):
+            seeds = range(start, min(end, start + AT_A_TIME))
+            try:
+                lines = run_ranks(go, given.ranks, mode, seeds)[0]
+            except RankFailure as error:
+                lines = [f"{mode} {seeds} failed: {error}"]
+            failed |= any(len(line.split()) > len(mode.split()) + 2 for line in lines)
+            print(*lines, sep="\n", flush=True)
     return int(failed)
 
 
