@@ -1,19 +1,22 @@
-"""Ranks with fewer inputs than others do not hold them up: a drop-in optimizer under `Join`.
+"""Ranks with fewer inputs than others do not hold them up: `Join` beyond the scenarios.
 
-Gradients are set by hand and are the same at every step, so that a rank that has joined has the
-right ones. What is done under DDP is in `uneven`.
+The scenarios in `uneven` equal DDP.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from models import MLP_PROBLEM
+from models import MLP_PROBLEM, PROBLEMS, SGD, furthest, noise, rank, with_zero, world_size
 from on_ranks import on_ranks
 from problems import LAYOUTS, assert_same, copies, differing, make_params, set_gradients
+from ranks import each_raises_on_every_rank, run_ranks
 from scenarios import sharded
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.join import Join, Joinable
@@ -24,13 +27,19 @@ from shardstep import ZeroRedundancyOptimizer
 OPTIONS = {"lr": 0.05, "momentum": 0.9}
 COMBINATIONS = list(itertools.product(LAYOUTS, (False, True)))
 
+# ------------------------------------------------------------------------------------------ drop-in
+
 
 def _inputs() -> int:
-    """The last rank has the most."""
-    return 3 + 2 * dist.get_rank()
+    """Return the number of this rank's inputs. The last rank has the most."""
+    return 3 + 2 * rank()
 
 
 def _params() -> list[nn.Parameter]:
+    """Return parameters with gradients that are the same at every step.
+
+    A rank that has joined has the right ones then.
+    """
     params = make_params(frozen=())
     set_gradients(params, 0, missing=False)
     return params
@@ -45,7 +54,7 @@ def _unsharded(steps: int) -> list[Tensor]:
 
 
 def _most() -> int:
-    return 3 + 2 * (dist.get_world_size() - 1)
+    return 3 + 2 * (world_size() - 1)
 
 
 def _joined(inputs: int, layout: str = "sliced", view: bool = False, **join: Any) -> list[Tensor]:
@@ -64,8 +73,8 @@ def test_joined_ranks_go_on_updating_what_they_own() -> None:
     for each in COMBINATIONS:
         assert_same(expected, _joined(_inputs(), *each), each)
     # Rank 0 goes on longest, and one rank has no input at all.
-    last = dist.get_world_size() - 1
-    assert_same(_unsharded(2 * last), _joined(2 * (last - dist.get_rank())))
+    last = world_size() - 1
+    assert_same(_unsharded(2 * last), _joined(2 * (last - rank())))
 
 
 @on_ranks(2)
@@ -80,16 +89,11 @@ def test_several_optimizers_join_together() -> list[int]:
     return differing(_unsharded(_most()), params)
 
 
-@on_ranks(2, raises=RuntimeError, match="exhausted")
-def test_early_termination_can_be_an_error_on_every_rank() -> None:
-    _joined(_inputs(), throw_on_early_termination=True)
-
-
 @on_ranks(3)
 def test_joining_within_a_subgroup() -> list[int]:
     """Ranks 1 and 2 join; their group's ranks are 0 and 1."""
     group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
+    if rank() == 0:
         return []
     params = _params()
     opt = ZeroRedundancyOptimizer(params, optim.SGD, group, **OPTIONS)
@@ -108,8 +112,138 @@ def test_the_state_of_joined_ranks_is_current(mode: str) -> None:
     opt = setup.opt
     assert isinstance(opt, Joinable)
     assert (str(opt.join_device), opt.join_process_group) == ("cpu", dist.group.WORLD)
-    joined(setup, 4 * dist.get_rank())
+    joined(setup, 4 * rank())
     opt.consolidate_state_dict(to=0)
     if opt.rank == 0:
         steps = {int(entry["step"]) for entry in opt.state_dict()["state"].values()}
         assert steps == {4}
+
+
+# ------------------------------------------------------------------------------------------ module=
+
+
+def _mlp_loss(model: nn.Module, step: int, ranks: Sequence[int]) -> Tensor:
+    losses = [model(noise(step, 6, 16, of=each)).square().mean() for each in ranks]
+    return torch.stack(losses).sum()
+
+
+def _num_inputs(of: int, reverse: bool) -> int:
+    return 3 + 2 * (world_size() - 1 - of if reverse else of)
+
+
+def _buffers_around_forward(reverse: bool) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Return the buffers before and after each forward pass, the final ones behind the first."""
+    zero, conv = with_zero(PROBLEMS["conv"].fresh(), SGD), PROBLEMS["conv"]
+    before: list[list[Tensor]] = []
+    after: list[list[Tensor]] = []
+    zero.module.register_forward_pre_hook(lambda *_: before.append(copies(zero.module.buffers())))
+    zero.module.register_forward_hook(lambda *_: after.append(copies(zero.module.buffers())))
+    with Join([zero.opt]):
+        for step in range(_num_inputs(rank(), reverse)):
+            zero.backward(step, conv)
+            zero.finish()
+    return [*before, copies(zero.module.buffers())], after
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_buffers_are_those_of_the_first_rank_with_data(reverse: bool) -> None:
+    ranks = run_ranks(_buffers_around_forward, 2, reverse)
+    for step in range(5):
+        source = next(after for _, after in ranks if len(after) > step)
+        for before, after in ranks:
+            if len(after) > step + 1 or step == 4:
+                at = step + 1 if len(after) > step + 1 else -1
+                assert differing(source[step], before[at]) == []
+
+
+def _throwing(with_module: bool) -> None:
+    """Let ranks end at different times, with the optimizer as the only joinable."""
+    if with_module:
+        joined(with_zero(MLP_PROBLEM.fresh(), SGD), 3 + rank(), throw_on_early_termination=True)
+    else:
+        _joined(_inputs(), throw_on_early_termination=True)
+
+
+def _not_first() -> None:
+    one, two = with_zero(MLP_PROBLEM.fresh(), SGD), with_zero(MLP_PROBLEM.fresh(), SGD)
+    with Join([one.opt, two.opt]):
+        two.backward(0)
+        two.finish()
+
+
+def _different_acts() -> None:
+    """One rank clips and the other does not: an error for both, and no hang."""
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    with Join([zero.opt]):
+        zero.backward(0)
+        if rank() == 0:
+            zero.clip(1.0)
+        zero.opt.step()
+
+
+def test_early_ends_other_joinables_first_and_different_acts_are_errors_on_every_rank() -> None:
+    cases: list[tuple[Any, ...]] = [
+        (_throwing, RuntimeError, "exhausted", False),
+        (_throwing, RuntimeError, "exhausted", True),
+        (_not_first, RuntimeError, r"the first in Join\(\[\.\.\.\]\)"),
+        (_different_acts, RuntimeError, "different things"),
+    ]
+    each_raises_on_every_rank(2, cases)
+
+
+def test_without_a_process_group_join_is_not_needed() -> None:
+    model: Any = MLP_PROBLEM.fresh()
+    opt = ZeroRedundancyOptimizer(model.parameters(), SGD[0], module=model, **SGD[1])
+    _mlp_loss(model, 0, [0]).backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("when", ["before another backward", "before clipping", "before the step"])
+@on_ranks(3)
+def test_ranks_without_data_forget_the_gradients_that_others_clear_by_hand(when: str) -> None:
+    """Some gradients are cleared by hand, and not by `zero_grad`; the first rank has less data."""
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    module = copy.deepcopy(zero.module)
+    plain = SGD[0](module.parameters(), **SGD[1])
+    ranks = range(world_size())
+
+    def turn(model: nn.Module, step: int, of: Sequence[int], opt: Any, clip: Any) -> None:
+        _mlp_loss(model, step, of).backward()
+        if when != "before the step":
+            model.get_submodule("layers.0").zero_grad()
+            model.get_parameter("layers.3.weight").grad = None
+            if when == "before clipping":
+                clip(0.01)
+            _mlp_loss(model, step + 100, of).backward()
+        model.get_submodule("layers.1").zero_grad()
+        opt.step()
+        opt.zero_grad()
+
+    with Join([zero.opt]):
+        for step in range(_num_inputs(rank(), reverse=False)):
+            turn(zero.module, step, [rank()], zero.opt, zero.clip)
+    # Gradients are summed over ranks here, and divided when they are stepped on.
+    params = list(module.parameters())
+    clip = lambda max_norm: nn.utils.clip_grad_norm_(params, max_norm * world_size())  # noqa: E731
+    plain.register_step_pre_hook(
+        lambda *_: [p.grad.div_(world_size()) for p in params if p.grad is not None] and None
+    )
+    for step in range(max(_num_inputs(of, reverse=False) for of in ranks)):
+        active = [of for of in ranks if _num_inputs(of, reverse=False) > step]
+        turn(module, step, active, plain, clip)
+    assert furthest(params, zero.params) < 1e-5
+
+
+@on_ranks(2)
+def test_buffers_that_a_forward_pass_evens_out_reach_ranks_without_data() -> None:
+    """Two passes per step outside of `no_sync`: the second evens buffers out, everywhere."""
+    zero = with_zero(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), SGD)
+    with Join([zero.opt]):
+        for step in range(2 + 2 * rank()):
+            for part in range(2):
+                zero.model(noise(10 * step + part, 4, 8)).square().mean().backward()
+            zero.finish()
+    for value in zero.module.state_dict().values():
+        both = [torch.empty_like(value) for _ in range(2)]
+        dist.all_gather(both, value.clone())
+        assert torch.equal(*both)

@@ -26,53 +26,11 @@ from models import (
     with_ddp,
     with_plain,
     with_zero,
-    world_size,
 )
 from on_ranks import on_ranks
 from problems import assert_same, differing
 from torch import Tensor, nn
 from traffic import Traffic, counted
-
-
-def _siamese(model: nn.Module, step: int, of: int | None) -> Tensor:
-    return (model(noise(step, 6, 16, of=of)) * model(noise(step + 50, 6, 16, of=of))).mean()
-
-
-def _walked_twice(model: nn.Module, step: int, of: int | None) -> Tensor:
-    return model(noise(step, 6, 16, of=of)).square().mean()
-
-
-def _penalised(model: nn.Module, step: int, of: int | None) -> Tensor:
-    x = noise(step, 6, 16, of=of).requires_grad_()
-    out = model(x)
-    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
-
-
-@pytest.mark.parametrize("loss", [_siamese, _walked_twice, _penalised])
-@on_ranks(2)
-def test_the_gradient_is_the_mean_over_ranks_however_often_the_graph_is_walked(
-    loss: Callable[..., Tensor],
-) -> None:
-    """Two forward passes before a backward pass, two backward passes through one graph, and a
-    penalty on the gradient with respect to the input.
-
-    The oracle is one process that computes all ranks' losses and takes their mean itself.
-    """
-    for overlap in (True, False):
-        zero = with_zero(MLP_PROBLEM.fresh(), SGD, overlap=overlap)
-        oracle = with_plain(copy.deepcopy(zero.module), SGD)
-        ranks = range(world_size())
-        twice = loss is _walked_twice
-        for step in range(4):
-            mean = sum(loss(oracle.module, step, each) for each in ranks) / len(ranks)
-            for value in (mean, loss(zero.module, step, None)):
-                for walk in range(1 + twice):
-                    value.backward(retain_graph=twice and walk == 0)
-            oracle.finish()
-            zero.finish()
-        assert furthest(oracle.params, zero.params) <= 1e-5
-
 
 # --------------------------------------------------------------------------------- what is sent
 
@@ -143,7 +101,7 @@ def test_a_parameter_that_is_frozen_first_changes_nothing_about_what_is_held_bac
 
 
 @on_ranks(2)
-def test_detaching_while_gradients_are_held_back_leaves_no_stand_ins() -> None:
+def test_detaching_while_gradients_are_held_back_leaves_no_placeholders() -> None:
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     with zero.no_sync():
         zero.backward(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from typing import Any
 
@@ -13,10 +12,7 @@ from models import (
     ADAMW,
     MLP,
     MLP_PROBLEM,
-    PROBLEMS,
     SGD,
-    Problem,
-    Setup,
     consolidated,
     from_rank,
     rank,
@@ -26,58 +22,13 @@ from models import (
     with_zero,
 )
 from on_ranks import on_ranks
-from problems import (
-    LAYOUTS,
-    OneByOne,
-    assert_alike,
-    assert_same,
-    copies,
-    same_bits,
-)
+from problems import OneByOne, assert_same, copies, same_bits
 from ranks import run_ranks
 from torch import Tensor, nn, optim
 
 from shardstep import ZeroRedundancyOptimizer
 
 # ------------------------------------------------------------------------------------ gradients
-
-
-WAYS = ("once", "held back", "after steps", "cleared in place", "cleared")
-
-
-def _pass(setup: Setup, problem: Problem, way: str) -> None:
-    """Leave gradients, or none."""
-    setup.opt.zero_grad()
-    if way == "after steps":
-        train(setup, problem, range(2))
-    with setup.no_sync() if way == "held back" else contextlib.nullcontext():
-        setup.backward(0, problem)
-    if way == "held back":
-        setup.backward(2, problem)
-    if way.startswith("cleared"):
-        setup.opt.zero_grad(set_to_none=way != "cleared in place")
-
-
-def _params(ddp: Setup, zero: Setup) -> Any:
-    """Yield each parameter under DDP, and here a parameter or its name, in turn."""
-    pairs = zip(ddp.module.parameters(), zero.module.named_parameters(), strict=True)
-    for number, (theirs, asked) in enumerate(pairs):
-        yield theirs, asked[number % 2]
-
-
-@on_ranks(2)
-def test_a_whole_gradient_is_ddps_to_the_bit_or_none_where_that_is() -> None:
-    """Each problem begins with another way."""
-    for start, name in enumerate(("mlp", "branching", "conv", "mixed dtypes")):
-        problem = PROBLEMS[name]
-        ddp = with_ddp(problem.fresh(), SGD, find_unused_parameters=problem.find_unused)
-        zeros = [with_zero(problem.fresh(), SGD, layout=layout) for layout in LAYOUTS]
-        for way in (*WAYS[start:], *WAYS[:start]):
-            _pass(ddp, problem, way)
-            for zero in zeros:
-                _pass(zero, problem, way)
-                for theirs, asked in _params(ddp, zero):
-                    assert_alike(theirs.grad, zero.opt.full_grad(asked), (name, way))
 
 
 @on_ranks(2)
@@ -102,21 +53,6 @@ def test_a_whole_gradient_after_several_passes_and_looks() -> None:
 
 
 # ---------------------------------------------------------------------------------------- states
-
-
-@on_ranks(2)
-def test_a_whole_state_is_the_unsharded_one_to_the_bit() -> None:
-    """There is none of what no rank has used."""
-    for name, kind in itertools.product(("mlp", "branching", "mixed dtypes"), (SGD, ADAMW)):
-        problem = PROBLEMS[name]
-        ddp = with_ddp(problem.fresh(), kind, find_unused_parameters=problem.find_unused)
-        train(ddp, problem, range(3))
-        for layout in LAYOUTS:
-            zero = with_zero(problem.fresh(), kind, layout=layout)
-            train(zero, problem, range(3))
-            for theirs, asked in _params(ddp, zero):
-                expected = dict(ddp.opt.state.get(theirs, {}))
-                assert_alike(expected, zero.opt.full_state(asked), (name, kind))
 
 
 @on_ranks(2)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from mixtures import mixed, mixture, net, steps
+from by_hand import ByHand
+from mixtures import MASTERS, mixed, mixture, net, steps
 from models import consolidated
 from on_ranks import on_ranks
-from problems import OneByOne, assert_same, copies, differing
+from problems import Case, OneByOne, assert_same, copies, differing
 from ranks import run_ranks
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -24,31 +25,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step_interleaved
 from shardstep import checkpoint as ckpt
 from shardstep.local.multi_class import MultiClass
-
-
-class Unsharded:
-    """Muon and AdamW on fp32 copies of all parameters, which are rounded after each step."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.params = list(model.parameters())
-        self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
-        self.parts = [
-            optim.Muon([wide for wide in self.masters if wide.dim() == 2], lr=0.02),
-            optim.AdamW([wide for wide in self.masters if wide.dim() != 2], lr=1e-3),
-        ]
-
-    def step(self) -> None:
-        for wide, param in zip(self.masters, self.params, strict=True):
-            wide.grad = None if param.grad is None else param.grad.float()
-        for part in self.parts:
-            part.step()
-        for wide, param in zip(self.masters, self.params, strict=True):
-            param.data.copy_(wide.data)
-
-    def zero_grad(self) -> None:
-        for param in self.params:
-            param.grad = None
-
 
 # --------------------------------------------------------- several classes, masters, checkpoints
 
@@ -63,7 +39,7 @@ def save_mixture(root: Path) -> Any:
 
 def go_on_with_mixture(root: Path, way: str, saved: Any) -> None:
     reference = net()
-    unsharded = Unsharded(reference)
+    unsharded = ByHand(mixed(reference, lr=0.02), Case(optim.AdamW, {"lr": 1e-3}), MASTERS)
     steps(reference, unsharded, range(6))
     model, opt = mixture()
     if way == "native":
@@ -76,7 +52,7 @@ def go_on_with_mixture(root: Path, way: str, saved: Any) -> None:
             param.data.copy_(value)
     steps(model, opt, range(3, 6))
     masters = [opt.full_master(param) for param in model.parameters()]
-    expected = [*reference.parameters(), *unsharded.masters]
+    expected = [*reference.parameters(), *map(unsharded.masters.get, reference.parameters())]
     assert_same(expected, [*model.parameters(), *masters])  # type: ignore[list-item]
 
 

@@ -1,16 +1,15 @@
-"""What trains may change at any time: groups are added, parameters are frozen and unfrozen."""
+"""What trains may change at any time: state, traffic and checkpoints follow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from follow import COMBINATIONS, in_turn
-from follow import follow as follow_one
+from follow import COMBINATIONS, follow, in_turn
 from models import consolidated
 from on_ranks import on_ranks
 from problems import (
@@ -40,36 +39,12 @@ CLASSES = [
     Case(optim.AdamW, {"fused": True}),
     Case(optim.Adagrad, {"initial_accumulator_value": 0.1}),
 ]
-Script = Callable[[Any, list[nn.Parameter]], None]
 
 
-def follow(script: Script, cases: list[Case] = CLASSES, given: slice = slice(None)) -> None:
+def follow_each(script: Callable[[Any, list[nn.Parameter]], None], cases: Iterable[Case]) -> None:
     make = partial(make_params, SHAPES, frozen=())
     for number, case in enumerate(cases):
-        follow_one(script, case, make, lambda params: params[given], in_turn(number))
-
-
-# ------------------------------------------------------------------------ adding groups
-
-
-@on_ranks(1, 2, 3)
-def test_groups_may_be_added_at_any_time() -> None:
-    def script(opt: Any, params: list[nn.Parameter]) -> None:
-        opt.add_param_group({"params": params[2]})  # before any step, a bare tensor
-        train(opt, params[:3], range(3))
-        opt.add_param_group({"params": params[3:5], "lr": 0.3, "weight_decay": 0.2})
-        train(opt, params[:5], range(3, 6))
-        freeze(params, 5, 6, 7)
-        opt.add_param_group({"params": (p for p in params[5:])})
-        train(opt, params, range(6, 7))
-        unfreeze(params, 5, 6, 7)
-        train(opt, params, range(7, 10))
-
-    cases = [case for case in CLASSES if case.optimizer_class is not optim.Adagrad]
-    follow(script, cases, slice(0, 2))
-
-
-# ------------------------------------------------------------------ freezing, unfreezing
+        follow(script, case, make, combinations=in_turn(number))
 
 
 def freeze(params: list[nn.Parameter], *numbers: int) -> None:
@@ -83,25 +58,6 @@ def unfreeze(params: list[nn.Parameter], *numbers: int) -> None:
         params[number].requires_grad_(True)
 
 
-@on_ranks(1, 2, 3, 4)
-def test_parameters_may_be_frozen_and_unfrozen_between_steps() -> None:
-    def script(opt: Any, params: list[nn.Parameter]) -> None:
-        freeze(params, 2)
-        train(opt, params, range(3))
-        unfreeze(params, 2)
-        freeze(params, 0, 3, 6)
-        train(opt, params, range(3, 6))
-        freeze(params, 2, 7)
-        unfreeze(params, 0)
-        train(opt, params, range(6, 9))
-        freeze(params, *range(len(params)))
-        train(opt, params, range(9, 10))
-        unfreeze(params, *range(len(params)))
-        train(opt, params, range(10, 12))
-
-    follow(script)
-
-
 @pytest.mark.slow
 @on_ranks(2)
 def test_the_state_of_every_class_follows_the_plan() -> None:
@@ -113,7 +69,7 @@ def test_the_state_of_every_class_follows_the_plan() -> None:
         train(opt, params, range(5, 8), missing=False)
 
     firsts = {case.optimizer_class: case for case in reversed(ELEMENT_WISE)}
-    follow(script, list(firsts.values()))
+    follow_each(script, firsts.values())
 
 
 @on_ranks(2, 3)
@@ -137,7 +93,7 @@ def test_a_frozen_parameter_with_a_gradient_is_updated_as_torch_does() -> None:
         opt.step()
         assert not differing(before, copies(params))
 
-    follow(script)
+    follow_each(script, CLASSES)
 
 
 @on_ranks(3)
@@ -266,4 +222,4 @@ def test_a_parameter_may_be_transposed_where_it_lies() -> None:
     make = partial(make_params, [(70, 70)], frozen=())
     # Its state lies in memory as it does; the unsharded one stays as it was made.
     each = [("sliced", False), ("sliced", True)]
-    follow_one(script, case, make, combinations=each, unsharded=optim.SGD)
+    follow(script, case, make, combinations=each, unsharded=optim.SGD)

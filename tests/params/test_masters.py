@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from doubles import AnyOrder, LateArrival, behind_the_door
 from on_ranks import on_ranks
-from problems import assert_same, copies, make_params, set_gradients
+from problems import LAYOUTS, assert_same, copies, make_params, set_gradients
 from reference.naive_masters import NaiveMasters
 from sixteen_bits import (
     AT_RANDOM,
@@ -25,7 +27,7 @@ from sixteen_bits import (
 from torch import nn, optim
 from torch.distributed.algorithms.join import Join
 
-from shardstep import ZeroRedundancyOptimizer
+from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep.params.shard import CHUNK
 
 
@@ -96,38 +98,6 @@ def test_masters_are_those_of_the_data_that_parameters_were_given(with_module: b
     saved = opt.state_dict()["masters"] if opt.rank == 0 else {}
     assert all((each == 5).all() for each in saved.values())
     assert [param.data_ptr() for param in module.parameters()] == given, "looking has moved them"
-
-
-def test_a_model_that_is_loaded_after_the_optimizer_was_made_is_trained_on() -> None:
-    module, source = bf16_mlp(), bf16_mlp()
-    for param in source.parameters():
-        nn.init.normal_(param, std=0.3)
-    opt = zero_of(module)
-    train_on(module, opt, range(2))
-    module.load_state_dict(source.state_dict())
-    opt.step()  # without gradients: nothing changes
-    assert_same(list(source.parameters()), list(module.parameters()))
-    for param in module.parameters():
-        master = opt.full_master(param)
-        assert master is not None
-        assert torch.equal(master.bfloat16(), param)
-        # But for those few elements that had the very value before.
-        assert (master == param.float()).float().mean() > 0.95
-
-
-def test_an_average_that_is_swapped_in_and_out_leaves_masters_alone() -> None:
-    module = bf16_mlp()
-    opt = zero_of(module)
-    train_on(module, opt, range(3))
-    before = {index: master.clone() for index, master in opt.shards.masters().items()}
-    kept = copies(module.parameters())
-    for param in module.parameters():
-        param.data.zero_()
-    for param, value in zip(module.parameters(), kept, strict=True):
-        param.data.copy_(value)
-    after = opt.shards.masters()
-    assert any(not torch.equal(before[i], before[i].bfloat16().float()) for i in before)
-    assert all(torch.equal(before[index], after[index]) for index in before)
 
 
 def test_a_step_leaves_parameters_without_a_gradient_unchanged_to_autograd() -> None:
@@ -223,3 +193,85 @@ def test_a_rank_without_data_goes_on_stepping_on_its_masters() -> None:
         naive.step()
         naive.zero_grad()
     assert_same(list(oracle.parameters()), list(module.parameters()))
+
+
+# --------------------------------------------------------------------- what is sent, kept, scaled
+
+
+@on_ranks(2)
+def test_parameters_travel_in_their_own_dtype_and_gradients_as_told() -> None:
+    """Bytes that this rank has sent for gradients and for parameters, by the wire's dtype."""
+    found = {}
+    for wire in (None, BF16, FP32):
+        module = bf16_mlp()
+        opt = zero_of(module, precision=MixedPrecision(reduce_dtype=wire))
+        loss_of(module, 0).backward()
+        opt.mode.pipeline.gradients.collect()
+        reduced = opt.shards.comm.ledger.nbytes_sent["reduce_scatter"]
+        opt.step()
+        found[wire] = (reduced, opt.mode.gather_comm.ledger.nbytes_sent["all_gather"])
+    reduced, gathered = found[None]
+    assert reduced == gathered  # 16 bits both ways
+    assert found[BF16] == (reduced, gathered)
+    assert found[FP32] == (2 * reduced, gathered)
+
+
+@on_ranks(2)
+def test_what_never_trained_has_no_master() -> None:
+    module = bf16_mlp()
+    for layer in list(module.layers)[:-1]:
+        layer.requires_grad_(False)
+    opt = zero_of(module)
+    numel = torch.tensor(sum(each.numel() for each in opt.shards.masters().values()))
+    dist.all_reduce(numel)
+    assert numel == sum(param.numel() for param in module.layers[-1].parameters())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_a_grad_scaler_unscales_fp16_gradients_in_fp32(layout: str) -> None:
+    """The stock GradScaler on fp16 parameters; at step 2 one rank has an infinity.
+
+    The norm is the largest element, which is the same in any order.
+    """
+    module, oracle = bf16_mlp(FP16), bf16_mlp(FP16)
+    naive = NaiveMasters([{"params": list(oracle.parameters())}], optim.AdamW, lr=0.003)
+    opt = zero_of(module, layout=layout)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(5):
+        loss = scaler.scale(loss_of(module, step))
+        (loss * torch.inf if step == 2 and dist.get_rank() == 1 else loss).backward()
+        scaler.unscale_(opt)
+        norm = opt.clip_grad_norm_(1e-3, torch.inf)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        if step == 2:
+            continue  # skipped
+        scale = 2.0**10 if step < 2 else 2.0**9
+        (loss_of(oracle, step) * scale).backward()
+        naive.add_mean_gradients()
+        naive.give_means()
+        for master in naive.masters:
+            assert master.grad is not None
+            master.grad *= 1 / scale
+        expected = nn.utils.clip_grad_norm_(naive.masters, 1e-3, torch.inf)
+        naive.step()
+        naive.zero_grad()
+        assert_same([expected, *oracle.parameters()], [norm, *module.parameters()])
+    assert scaler.get_scale() == 2.0**9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_masters_wait_for_what_is_in_flight(layout: str) -> None:
+    seen = []
+    for double in (None, LateArrival, AnyOrder):
+        module = bf16_mlp()
+        with behind_the_door(double) if double else contextlib.nullcontext():
+            opt = zero_of(module, layout=layout)
+        train_on(module, opt, range(6))
+        seen.append(copies(module.parameters()))
+    assert_same(seen[0], seen[1])
+    assert_same(seen[0], seen[2])

@@ -82,7 +82,7 @@ def test_training_goes_on_at_any_world_size_and_layout_as_if_it_had_not_stopped(
             assert differing(expected, got) == [], (world_size, layout, with_module, first)
 
 
-def test_a_plain_optimizer_loads_it_and_ignores_the_masters() -> None:
+def test_a_plain_optimizer_loads_a_state_dict_with_masters() -> None:
     module = bf16_mlp()
     opt = zero_of(module)
     train_on(module, opt, range(3))
@@ -96,7 +96,7 @@ def test_a_plain_optimizer_loads_it_and_ignores_the_masters() -> None:
     assert "masters" not in without.state_dict()
 
 
-def test_without_masters_in_it_they_are_made_from_the_parameters() -> None:
+def test_a_state_dict_without_masters_makes_them_from_the_parameters() -> None:
     """A dict of the plain 16-bit optimizer, whose moments become fp32."""
     module = bf16_mlp()
     plain = optim.AdamW(module.parameters(), lr=0.003)
@@ -206,7 +206,7 @@ def test_state_from_when_a_parameter_was_frozen_is_as_wide_as_that_of_others(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
-def test_what_becomes_narrow_keeps_the_state_it_has(layout: str) -> None:
+def test_a_parameter_cast_to_16_bits_keeps_its_wide_state(layout: str) -> None:
     """Trained in fp32, cast to fp16 while it is frozen or while it is not, and trained on."""
     found = []
     for freeze in (False, True):

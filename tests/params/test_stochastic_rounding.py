@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -12,14 +11,9 @@ from models import MLP, Problem, noise, with_zero
 from models import train as train_problem
 from on_ranks import on_ranks
 from problems import (
-    LAYOUTS,
     assert_same,
-    copies,
     differing,
-    make_params,
     same_bits,
-    set_gradients,
-    train,
 )
 from ranks import run_ranks
 from torch import Tensor, nn, optim
@@ -52,7 +46,7 @@ VALUES = [1.0, 1.001, -1.001, 0.1, -3.14159, 1e-6, 6e-8, -1e-7, 3e-5, 1234.567, 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("value", VALUES)
-def test_it_goes_to_either_neighbour_with_the_chances_that_make_the_mean_right(
+def test_rounding_goes_to_either_neighbour_and_is_right_in_the_mean(
     value: float, dtype: torch.dtype
 ) -> None:
     count = 1 << 17
@@ -119,44 +113,6 @@ def test_an_element_is_rounded_alike_in_whatever_piece_it_comes() -> None:
 
 
 # ------------------------------------------------------------------------------------- training
-
-
-def _params() -> list[nn.Parameter]:
-    return make_params(dtypes=(BF16, torch.float32, FP16))
-
-
-def _expected(steps: range) -> list[Tensor]:
-    """Written out: fp32 copies for a step, rounded with the same numbers."""
-    params = _params()
-    copies32 = [
-        nn.Parameter(param.detach().float()) if param.itemsize < 4 else param for param in params
-    ]
-    opt = optim.AdamW(copies32, lr=0.003)
-    rounding = StochasticRounding(0)
-    for step in steps:
-        set_gradients(params, step)
-        rounding.step += 1
-        for param, wide in zip(params, copies32, strict=True):
-            if wide is not param:
-                wide.data.copy_(param.detach())
-                wide.grad = None if param.grad is None else param.grad.float()
-        opt.step()
-        for number, (param, wide) in enumerate(zip(params, copies32, strict=True)):
-            if wide is not param and param.requires_grad:
-                rounding.round_into(
-                    param.data.view(-1), wide.detach().view(-1), param=number, offset=0
-                )
-    return copies(params)
-
-
-@on_ranks(1, 2, 3)
-def test_the_number_of_ranks_and_the_layout_make_no_difference() -> None:
-    expected = _expected(range(8))
-    for layout, view in itertools.product(LAYOUTS, (False, True)):
-        params = _params()
-        options = {"parameters_as_bucket_view": view, "layout": layout, "bucket_bytes": 1 << 12}
-        opt = ZeroRedundancyOptimizer(params, optim.AdamW, precision=POLICY, lr=0.003, **options)
-        assert_same(expected, train(opt, params, range(8)), f"{layout}, {view}")
 
 
 def _square(model: Any, step: int) -> Tensor:
