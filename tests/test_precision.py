@@ -12,17 +12,7 @@ import torch.distributed as dist
 from on_ranks import on_ranks
 from problems import make_params, set_gradients
 from ranks import run_ranks
-from sixteen_bits import (
-    AT_RANDOM,
-    BF16,
-    FP16,
-    FP32,
-    MASTERS,
-    WITHOUT,
-    bf16_mlp,
-    train_on,
-    zero_of,
-)
+from sixteen_bits import AT_RANDOM, BF16, FP16, FP32, MASTERS, WITHOUT, bf16_mlp, train_on, zero_of
 from torch import optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel

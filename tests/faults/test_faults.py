@@ -34,7 +34,9 @@ NAMED = r"rank \d+: \w+.* failed|on rank \d"
 
 
 @pytest.mark.parametrize("name", TRIALS)
-def test_fault(name: str, hosts: list[Host] | None, references: object, tmp_path: Path) -> None:
+def test_a_fault_neither_hangs_nor_changes_numbers(
+    name: str, hosts: list[Host] | None, references: object, tmp_path: Path
+) -> None:
     trial = TRIALS[name]
     assert isinstance(references, dict)
     reference = references[trial.reference]

@@ -121,7 +121,9 @@ class Wraps(LeavesEmptyOut):
         (optim.AdamW, "element-wise", ""),
     ],
 )
-def test_the_probe_tells(cls: type[Optimizer], kind: str, why: str) -> None:
+def test_the_probe_finds_the_classes_that_need_placeholders(
+    cls: type[Optimizer], kind: str, why: str
+) -> None:
     verdict = probe(OptimizerRecipe(cls))
     assert verdict.kind == kind
     assert why in verdict.why
@@ -138,7 +140,7 @@ class LeavesEmptyOutOfWide(LeavesEmptyOut):
         return bool(params) or self.narrow
 
 
-def test_one_dtype_that_needs_it_is_enough() -> None:
+def test_one_dtype_that_needs_placeholders_is_enough() -> None:
     params = [torch.ones(2, dtype=d, requires_grad=True) for d in (torch.float32, torch.bfloat16)]
     for order in (params, params[::-1]):
         choice = choose("auto", OptimizerRecipe(LeavesEmptyOutOfWide), order, world_size=2)
@@ -254,7 +256,7 @@ class HasModes(LeavesEmptyOut):
 
 
 @on_ranks(3)
-def test_modes_are_those_of_the_unsharded_class_too() -> None:
+def test_train_and_eval_modes_are_those_of_the_unsharded_class() -> None:
     net, opt = make(HasModes, "plain")
     opt.train()
     train(net, opt, range(3))

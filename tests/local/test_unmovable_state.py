@@ -119,12 +119,12 @@ def after_adding_a_group(cls: Any) -> None:
 
 
 @on_ranks(2)
-def test_its_numbers_are_those_of_the_unsharded_class() -> None:
+def test_classes_with_state_elsewhere_have_the_unsharded_numbers() -> None:
     for cls in HIDING:
         assert against_unsharded(cls, range(0)) == [], cls
 
 
-def test_it_is_not_left_behind_when_a_parameter_is_frozen_or_a_group_is_added() -> None:
+def test_state_elsewhere_is_not_left_behind_when_the_plan_changes() -> None:
     match = "following a change of the parameters would lose what .* keeps|failed on rank"
     runs = [(cls, range(3, 6), layout) for cls in HIDING for layout in ("sliced", "whole")]
     cases: list[Any] = [(against_unsharded, RuntimeError, match, *run) for run in runs]

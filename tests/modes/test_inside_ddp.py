@@ -113,7 +113,7 @@ def counting_by_buckets(counting: type[Optimizer], module: Callable[[], nn.Modul
     setup.backward(0)
 
 
-def test_it_may_not_step_by_buckets() -> None:
+def test_a_class_that_counts_steps_may_not_step_by_buckets() -> None:
     match = "{} counts its steps.*use hook_with_zero_step"
     cases = [
         (counting_by_buckets, RuntimeError, match.format(run[0].__name__), *run)
@@ -135,7 +135,7 @@ def power_state() -> Any:
 
 
 @on_ranks(2)
-def test_any_communication_hook() -> None:
+def test_any_communication_hook_gives_the_numbers_of_ddp() -> None:
     hooks = (allreduce_hook, default_hooks.fp16_compress_hook, bf16, at_once)
     for hook, kind in itertools.product(hooks, (ADAMW, (optim.Adafactor, {"lr": 0.01}))):
         compare(kind, list(HOOKS), comm_hook=hook)

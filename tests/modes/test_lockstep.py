@@ -241,7 +241,7 @@ def _in_one_order(setup: Setup) -> None:
 
 @pytest.mark.parametrize("where", WHERE)
 @on_ranks(2)
-def test_also_where_reductions_run_in_one_order_and_notes_come_late(where: str) -> list[str]:
+def test_a_failed_batch_is_skipped_where_reductions_run_in_one_order(where: str) -> list[str]:
     with mock.patch.object(lockstep, "WAITED_FOR", ()):
         return differences(where, _in_one_order, recoverable=True)
 

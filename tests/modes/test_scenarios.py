@@ -45,56 +45,49 @@ def _compare(name: str, **options: Any) -> list[str]:
     return compared([name], **{"modes": _works(name), **options})
 
 
-def slow_where(values: Iterable[str], is_slow: Callable[[str], bool]) -> list[Any]:
-    """Return parameters for a test, with those that take long marked."""
-    return [pytest.param(each, marks=[pytest.mark.slow] * is_slow(each)) for each in values]
+def marked(values: Iterable[str], mark: Any, takes_it: Callable[[str], bool]) -> list[Any]:
+    """Return parameters for a test, some of them with a mark."""
+    return [pytest.param(each, marks=[mark] * takes_it(each)) for each in values]
 
 
-@pytest.mark.parametrize("name", slow_where(SCENARIOS, lambda name: SCENARIOS[name].slow))
+def thorough_but(*names: str) -> list[Any]:
+    """Return all scenarios; those with other names run with the thorough tests."""
+    return marked(SCENARIOS, pytest.mark.thorough, lambda name: name not in names)
+
+
+@pytest.mark.parametrize("name", marked(SCENARIOS, pytest.mark.slow, lambda n: SCENARIOS[n].slow))
 def test_two_ranks_equal_ddp_to_the_bit(name: str) -> None:
     assert run_ranks(_compare, 2, name) == [[], []]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_so_do_all_classes_layouts_and_options(name: str) -> None:
+def test_two_ranks_equal_ddp_with_all_classes_layouts_and_options(name: str) -> None:
     assert run_ranks(_compare, 2, name, thorough=True, timeout=300) == [[], []]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_other_numbers_of_ranks(name: str, world_size: int) -> None:
+def test_one_and_three_ranks_equal_ddp(name: str, world_size: int) -> None:
     if world_size in SCENARIOS[name].ranks:
         assert run_ranks(_compare, world_size, name) == [[]] * world_size
 
 
 @pytest.mark.parametrize(
-    "name", ["every_model", "mixed_dtypes", "closure", "clear_some_by_hand", "never_clear"]
+    "name",
+    thorough_but("every_model", "mixed_dtypes", "closure", "clear_some_by_hand", "never_clear"),
 )
 def test_without_a_process_group_it_is_the_plain_optimizer(name: str) -> None:
-    assert _compare(name, modes=APART) == []
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", [name for name, each in SCENARIOS.items() if 0 in each.ranks])
-def test_so_it_is_in_every_scenario(name: str) -> None:
-    assert _compare(name, modes=APART) == []
-
-
-DOUBLED = ("unused_parameters_with_no_sync", "accumulate_with_no_sync")
+    if 0 in SCENARIOS[name].ranks:
+        assert _compare(name, modes=APART) == []
 
 
 @pytest.mark.parametrize("double", [LateArrival, AnyOrder])
-@pytest.mark.parametrize("name", DOUBLED)
+@pytest.mark.parametrize(
+    "name", thorough_but("unused_parameters_with_no_sync", "accumulate_with_no_sync")
+)
 def test_no_result_is_used_before_it_has_arrived(name: str, double: Any) -> None:
-    assert run_ranks(_compare, 2, name, double=double) == [[], []]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("double", [LateArrival, AnyOrder])
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_nor_is_it_in_any_scenario(name: str, double: Any) -> None:
     assert run_ranks(_compare, 2, name, double=double) == [[], []]
 
 
@@ -146,7 +139,8 @@ def test_every_mode_works_within_a_subgroup() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", slow_where([*ALL, "unsharded"], lambda mode: mode not in ("module", "drop-in"))
+    "source",
+    marked([*ALL, "unsharded"], pytest.mark.slow, lambda mode: mode not in ("module", "drop-in")),
 )
 @on_ranks(2)
 def test_state_moves_from_each_mode_to_every_other(source: str) -> None:

@@ -224,7 +224,7 @@ def test_norms_by_name_and_clipping_by_value() -> None:
 
 
 @on_ranks(2)
-def test_a_stand_in_is_not_taken_for_the_gradient_of_another_parameter() -> None:
+def test_a_placeholder_is_not_taken_for_the_gradient_of_another_parameter() -> None:
     """One parameter is given what stands in another one's `grad`; its numbers are not in it."""
     zero, other = (with_zero(MLP_PROBLEM.fresh(), SGD) for _ in range(2))
     target = zero.module.get_parameter("layers.1.weight")

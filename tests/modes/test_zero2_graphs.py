@@ -9,17 +9,7 @@ import pytest
 import torch
 from doubles import Wrapped, behind_the_door
 from graphs import Checkpointed, Opaque, Reaching
-from models import (
-    MLP,
-    MLP_PROBLEM,
-    SGD,
-    Problem,
-    noise,
-    rank,
-    train,
-    with_ddp,
-    with_zero,
-)
+from models import MLP, MLP_PROBLEM, SGD, Problem, noise, rank, train, with_ddp, with_zero
 from on_ranks import on_ranks
 from problems import assert_same, differing
 from ranks import run_ranks

@@ -256,7 +256,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_equal_parameters() -> No
         opt.verify()
 
 
-def test_only_what_the_class_has_is_there() -> None:
+def test_train_and_eval_exist_only_if_the_class_has_them() -> None:
     net = Net()
     opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW)
     assert not hasattr(opt, "train")
@@ -295,21 +295,21 @@ def pass_it_on(folder: Path) -> None:
     opt.eval()
 
 
-def test_a_class_may_fail_to_turn_and_still_step(tmp_path: Path) -> None:
+def test_a_class_whose_eval_fails_may_still_step(tmp_path: Path) -> None:
     assert probe(OptimizerRecipe(PassesItOn, {"lr": 0.1})).kind == "element-wise"
     match = "no attribute 'inside'"
     raises_on_every_rank(pass_it_on, 2, (AttributeError, RuntimeError), tmp_path, match=match)
 
 
 @pytest.mark.parametrize("cls", [MeansSomethingElse, WantsToBeToldMore])
-def test_a_class_may_mean_something_else_by_these_names(cls: type[optim.Optimizer]) -> None:
+def test_a_class_may_mean_something_else_by_train_and_eval(cls: type[optim.Optimizer]) -> None:
     assert probe(OptimizerRecipe(cls, {"lr": 0.1})).kind == "element-wise"
     opt = ZeroRedundancyOptimizer(Net().parameters(), cls, lr=0.1)
     assert not hasattr(opt, "train")
     assert not hasattr(opt, "eval")
 
 
-def test_the_class_in_a_mixture_that_has_them_is_turned() -> None:
+def test_eval_reaches_the_class_of_a_mixture_that_has_it() -> None:
     net = Net()
     groups = [
         {"params": [net.a.weight, net.b.weight], "optimizer_class": Averaged},
@@ -327,7 +327,7 @@ def test_the_class_in_a_mixture_that_has_them_is_turned() -> None:
 
 @pytest.mark.parametrize("way", ["dcp", "folder"])
 @on_ranks(2)
-def test_it_may_be_saved_while_it_is_judged(tmp_path: Path, way: str) -> None:
+def test_an_optimizer_may_be_saved_in_eval_mode(tmp_path: Path, way: str) -> None:
     """Save while the model is judged, load that, and train on."""
     (net, opt), (fresh, other) = make("plain", Averaged), make("plain", Averaged)
     opt.train()
@@ -349,7 +349,7 @@ def test_it_may_be_saved_while_it_is_judged(tmp_path: Path, way: str) -> None:
 
 
 @on_ranks(2, raises=RuntimeError, match="cannot be called within Join")
-def test_not_within_join() -> None:
+def test_train_and_eval_are_refused_within_join() -> None:
     opt: Any = ZeroRedundancyOptimizer(Net().parameters(), Averaged)
     with Join([opt]):
         opt.eval()

@@ -13,14 +13,7 @@ import torch.distributed as dist
 from follow import follow
 from models import from_rank
 from on_ranks import on_ranks
-from problems import (
-    Case,
-    assert_same,
-    copies,
-    make_params,
-    set_gradients,
-    train,
-)
+from problems import Case, assert_same, copies, make_params, set_gradients, train
 from ranks import run_ranks
 from torch import optim
 from traffic import counted
