@@ -109,7 +109,7 @@ def test_detaching_while_gradients_are_held_back_leaves_no_placeholders() -> Non
     assert all(param.grad is None for param in zero.module.parameters())
 
 
-@on_ranks(2, raises=RuntimeError, match="lose the gradients")
+@on_ranks(2, raises=RuntimeError, match="lose gradients")
 def test_ranks_that_hold_nothing_back_do_not_wait_for_one_that_would_lose_it() -> None:
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     zero.module.get_submodule("layers.2").requires_grad_(False)

@@ -145,12 +145,12 @@ def test_changing_what_trains_over_accumulated_gradients_is_refused() -> None:
     zero.module.get_submodule("layers.1").requires_grad_(False)
     zero.backward(0)
     zero.module.get_submodule("layers.1").requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"lose the gradients.*zero_grad\(\)"):
+    with pytest.raises(RuntimeError, match=r"lose gradients.*zero_grad\(\)"):
         zero.backward(1)
     zero.opt.zero_grad()
     train(zero, MLP_PROBLEM, range(2))
     zero.backward(2)
-    with pytest.raises(RuntimeError, match="lose the gradients"):
+    with pytest.raises(RuntimeError, match="lose gradients"):
         zero.opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     zero.finish()
     train(zero, MLP_PROBLEM, range(2))
