@@ -24,7 +24,7 @@ from shardstep.local.multi_class import no_defaults, refuse_new_class
 from shardstep.local.train_eval import MODES, has_train_eval
 from shardstep.modes import DropIn, InsideDDP, Mode, ModuleMode, Settings
 from shardstep.modes.base import CONSTRUCTING
-from shardstep.modes.front import ModeFront
+from shardstep.modes.front import ModeFront, clip_limit
 from shardstep.modes.planner import Planned
 from shardstep.params.inputs import ParamsArgument, check_arguments
 from shardstep.precision import MixedPrecision, resolve
@@ -237,7 +237,7 @@ class ZeroRedundancyOptimizer(ModeFront):
         Raises:
             TypeError: if `max_norm` is not a number.
         """
-        limit = _max_norm(max_norm)
+        limit = clip_limit(max_norm, "max_norm", "clip_grad_norm_")
         self.mode.check_change("clip_grad_norm_()")
         gradients = self.mode.ready_gradients()
         return gradients.clip_norm(limit, float(norm_type), error_if_nonfinite, foreach)
@@ -370,20 +370,3 @@ class ZeroRedundancyOptimizer(ModeFront):
         """
         run_load_hooks(self, state_dict, lambda full: load_full(self.mode, self.param_groups, full))
         self.mode.lockstep.loads += 1
-
-
-def _max_norm(given: float) -> float:
-    """Return the norm to clip to. Torch's function takes the parameters first, this one does not.
-
-    Raises:
-        TypeError: if it is not a number; a parameter is none, whatever its size.
-    """
-    try:
-        if not isinstance(given, torch.nn.Parameter):
-            return float(given)
-    except (TypeError, ValueError):
-        pass
-    raise TypeError(
-        f"max_norm must be a number, not a {type(given).__name__}; clip_grad_norm_(1.0) clips all "
-        "parameters of this optimizer"
-    )

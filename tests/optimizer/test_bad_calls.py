@@ -270,11 +270,16 @@ def test_state_that_is_assigned_is_refused_with_the_way_to_set_it() -> None:
 
 
 @pytest.mark.parametrize("with_module", [False, True])
-def test_clipping_with_parameters_in_place_of_the_norm_is_refused(with_module: bool) -> None:
+def test_clipping_with_parameters_in_place_of_the_limit_is_refused(with_module: bool) -> None:
     model = torch.nn.Linear(1, 1)
     opt = build(model.parameters(), SGD, module=model if with_module else None, lr=0.1)
     model(torch.ones(1, 1)).sum().backward()
     for given in (model.parameters(), list(model.parameters()), model.weight):
         with pytest.raises(TypeError, match=r"max_norm must be a number, not a .*_\(1\.0\) clips"):
             opt.clip_grad_norm_(given)
+        with pytest.raises(
+            TypeError, match=r"clip_value must be a number, not a .*_\(1\.0\) clips"
+        ):
+            opt.clip_grad_value_(given)
     opt.clip_grad_norm_(torch.tensor(1.0))
+    opt.clip_grad_value_(torch.tensor(1.0))

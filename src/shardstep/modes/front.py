@@ -78,9 +78,13 @@ class ModeFront(Optimizer, Joinable):
 
         Called on every rank. It is `torch.nn.utils.clip_grad_value_` for gradients that may be
         sharded across ranks.
+
+        Raises:
+            TypeError: if `clip_value` is not a number.
         """
+        limit = clip_limit(clip_value, "clip_value", "clip_grad_value_")
         self.mode.check_change("clip_grad_value_()")
-        self.mode.ready_gradients().clip_value(float(clip_value))
+        self.mode.ready_gradients().clip_value(limit)
 
     def verify(self) -> None:
         """Raise if the parameters are not equal on all ranks. Called on every rank.
@@ -147,3 +151,20 @@ class ModeFront(Optimizer, Joinable):
     def join_process_group(self) -> Any:
         """The process group."""
         return self.process_group
+
+
+def clip_limit(given: float, name: str, method: str) -> float:
+    """Return the limit to clip to. Torch's functions take the parameters first, ours do not.
+
+    Raises:
+        TypeError: if it is not a number; a parameter is none, whatever its size.
+    """
+    try:
+        if not isinstance(given, torch.nn.Parameter):
+            return float(given)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        f"{name} must be a number, not a {type(given).__name__}; {method}(1.0) clips all "
+        "parameters of this optimizer"
+    )
