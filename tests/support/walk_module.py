@@ -312,6 +312,7 @@ class WithModule(Walk):
             self.say(form)
             for model in self.models:
                 model.to(memory_format=form)  # type: ignore[call-overload]
+            self.sharded.zero_grad()  # which notices it; forward does only if a part trains
 
     def cast(self) -> None:
         """Give all parameters one dtype."""
