@@ -326,12 +326,13 @@ class BucketStepper:
         # Groups that were edited by hand are refused at the end: until then the other ranks wait
         # for this one's buckets.
         self._edited = self.mode.pipeline.params.hand_edit() is not None
-        self._step = ExitStack()
+        step = ExitStack()
         if self._edited:
             self.mode.pipeline.gather.wait()
         else:
             self.mode.follow(stepping=True)
-            self._step.enter_context(self.mode.pipeline.stepping())
+            step.enter_context(self.mode.pipeline.stepping())
+        self._step = step  # not earlier: any of these may raise
         self._counts_steps = False
         self._missing = [
             {slot.param for slot in bucket.slots} for bucket in self.mode.plan.training_buckets
