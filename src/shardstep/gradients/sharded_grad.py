@@ -9,18 +9,20 @@ Clipping may ask for its norm, scale it and clamp it: Note [Norms of sharded gra
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch._guards import CompileContext, TracingContext
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from shardstep.gradients.reducer import GradReducer
 
 aten = torch.ops.aten
+
+_COMPILERS = ("torch._dynamo.variables.builder", "torch._subclasses.meta_utils")
 
 
 class ShardedGrad(torch.Tensor):
@@ -61,7 +63,7 @@ class ShardedGrad(torch.Tensor):
 
         `GradScaler` asks, and refuses to unscale fp16.
         """
-        return super().dtype if _is_compiling() else self._sharded_dtype
+        return super().dtype if _is_asked_by_compiler() else self._sharded_dtype
 
     @property
     def reducer(self) -> GradReducer:
@@ -76,7 +78,7 @@ class ShardedGrad(torch.Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Refuse, except for a compiler: there is no memory."""
-        if _is_compiling():
+        if _is_asked_by_compiler():
             return super().untyped_storage()
         raise self.refusal("untyped_storage")
 
@@ -120,12 +122,14 @@ class ShardedGrad(torch.Tensor):
         )
 
 
-def _is_compiling() -> bool:
-    """Return whether torch compiles or exports a model in this thread.
+def _is_asked_by_compiler() -> bool:
+    """Return whether the caller's caller compiles or exports a model.
 
-    It looks at a parameter together with its gradient then, and makes fake tensors of both.
+    Torch looks at a parameter together with its gradient then, and makes fake tensors of both.
     """
-    return TracingContext.try_get() is not None or CompileContext.try_get() is not None
+    here = inspect.currentframe()
+    frame = here and here.f_back and here.f_back.f_back
+    return frame is not None and frame.f_globals.get("__name__") in _COMPILERS
 
 
 def _make_refusal(operation: str) -> Callable[..., NoReturn]:
