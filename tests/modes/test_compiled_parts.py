@@ -143,8 +143,15 @@ def test_parts_that_read_parameters_of_others_are_not_compiled_in_every_pass() -
     assert_same(results[0], results[1], "compiled")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("hold_back", [False, True])
+@pytest.mark.parametrize(
+    ("hold_back", "dtype"),
+    [
+        (False, torch.bfloat16),
+        pytest.param(False, torch.float32, marks=pytest.mark.slow),
+        pytest.param(True, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(True, torch.float32, marks=pytest.mark.slow),
+    ],
+)
 @on_ranks(2, timeout=110, fresh=True)
 def test_a_model_may_be_compiled_while_gradients_are_sharded(
     hold_back: bool, dtype: torch.dtype
