@@ -60,7 +60,8 @@ waits in the step and the other in the next reduction, so they cannot compare no
 
 The trials ran over Gloo. Over NCCL, waiting for the other ranks' notes would stall the accelerator,
 so a step that raises on one rank is noticed later. What happens depends on that rank
-(`tests/nccl/test_nccl.py` shows all but the watchdog):
+(`tests/nccl/test_nccl.py` has tests of all but the watchdog; no run with
+`recoverable=True` is recorded):
 
 - The rank catches the error and continues. Its next note counts one more `step()` that raised.
   On an accelerator, notes are compared one step late: the first step after the failed one is taken,

@@ -61,7 +61,7 @@ LARGE = Stage(((144, 176), (131, 131)), steps=7)
 
 IF_SLOW = {
     MATRICES: Stage(((17, 11), (17, 11)), steps=10),
-    OTHERS: Stage(((99,), (6, 5, 3, 3)), steps=4, dealt=True, extreme=True),
+    OTHERS: Stage(((99,), (), (6, 5, 3, 3)), steps=3, dealt=True, extreme=True),
     PLAIN: Stage(((12, 7), (7, 12)), steps=4, extreme=True),
 }
 """For slow classes that are known to need whole tensors."""
