@@ -11,7 +11,7 @@ ranks would hold them. Parameters, state and group options are compared to the b
 
 The stages below show most differences early. The largest tensors exceed every number of the class
 that may be a size, and the last step every number that may count steps. benchmarks/probe.py
-measures the time: less than 0.1 s for nearly all classes.
+measures the time.
 """
 
 from __future__ import annotations
