@@ -159,7 +159,7 @@ def main() -> int:
         print(_timed(lambda: attempt(case))[0])
         return 0
     rows = warm(cases(options.classes), options.rounds)
-    for name in list(rows)[-options.slowest :]:
+    for name in list(rows)[len(rows) - options.slowest :]:
         rows[name]["cold_ms"] = cold(name, options.processes)
     for name, row in rows.items():
         ms, first = row["warm_ms"], row.get("cold_ms")
