@@ -39,44 +39,65 @@ class RunError(Exception):
     """A rank failed or the time was over; the message holds what the ranks said."""
 
 
+class Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Help that shows the defaults of options, but not of flags."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.nargs == 0 else super()._get_help_string(action)
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         prog=os.environ.get("SHARDSTEP_PROG"),
-        description=__doc__.split("\n\n")[0] + " Hosts need root, `ip` and `tc`; --local does not.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Measure the time of a training step, bytes sent and memory: shardstep against "
+        "DDP, torch ZeRO and FSDP2. Each host has one rank, and all train a GPT with 17 million "
+        "parameters. Hosts are network namespaces of this machine, which need root, `ip` and `tc`. "
+        "With --local they are plain processes.",
+        formatter_class=Formatter,
     )
     add = parser.add_argument
-    add("--hosts", type=int, default=2, metavar="N", help="number of hosts, one rank on each")
-    add("--rate", default="1gbit", help="of each link in each direction, e.g. 250mbit; or 'none'")
+    add("--hosts", type=int, default=2, metavar="N", help="number of hosts")
+    add("--rate", default="1gbit", help="rate of each link, such as 250mbit; or 'none'")
     add(
         "--local",
         action="store_true",
-        help="ranks on this machine without links; bytes sent are then all of its loopback traffic",
+        help="run plain processes without links; bytes sent are then all loopback traffic",
     )
-    add("--rounds", type=int, default=5, help="measured rounds, after one warm-up round")
-    add("--steps", type=int, default=6, help="timed steps of each contestant in each round")
+    add("--rounds", type=int, default=5, metavar="N", help="rounds to measure, after a warm-up")
+    add("--steps", type=int, default=6, metavar="N", help="steps of each contestant per round")
     add(
         "--contestants",
         default=DEFAULT_CONTESTANTS,
-        help="comma-separated, in the order to run them. torch-zero is torch ZeRO, zero1 the "
+        metavar="NAME,...",
+        help="the order to run them in. torch-zero is torch ZeRO, zero1 the "
         "drop-in, zero2 module=, -view means bucket views. Also: ddp-view, hook, hook-interleaved, "
         "register; deepspeed, deepspeed-zero1, fairscale (where installed)",
     )
-    add("--batch-size", type=int, default=4, help="sequences per rank and step")
-    add("--seq-len", type=int, default=64, help="tokens per sequence")
-    add("--timeout", type=float, default=900, help="seconds until the whole run is given up")
+    add("--batch-size", type=int, default=4, metavar="N", help="sequences per rank and step")
+    add("--seq-len", type=int, default=64, metavar="N", help="tokens per sequence")
+    add("--timeout", type=float, default=900, metavar="SECONDS", help="time limit of the whole run")
     add(
         "--out",
         type=Path,
         default=argparse.SUPPRESS,
-        help="JSON file, with a PNG (default: hosts-N-RATE.json, in benchmarks/results of "
-        "a checkout, else in the current folder)",
+        metavar="FILE",
+        help="write the JSON here (default: hosts-N-RATE.json, in benchmarks/results of a "
+        "checkout, else in the current folder)",
     )
-    add("--json", action="store_true", help="print the JSON instead of the table")
-    add("--picture", type=Path, default=argparse.SUPPRESS, help="PNG file, in place of the default")
+    add("--json", action="store_true", help="print JSON instead of the table")
+    add(
+        "--picture",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="draw times and bytes to this PNG file, if matplotlib is installed (default: next to "
+        "the JSON)",
+    )
     options = parser.parse_args(argv)
     options.contestants = [name for name in options.contestants.split(",") if name]
+    if not options.contestants:
+        parser.error("--contestants: expected at least one name")
     if not {*options.contestants} <= {*DEFAULT_CONTESTANTS.split(",")}:
         from contestants import CONTESTANTS  # imports torch, which takes a second
 
@@ -100,6 +121,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("hosts", "rounds", "steps", "batch_size", "seq_len", "timeout"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive")
+    if options.picture.suffix.lower() != ".png":
+        parser.error(f"--picture: expected a name that ends with .png, not {options.picture}")
+    for path in (options.out, options.picture):
+        is_new = not path.exists()
+        try:  # now, not after minutes
+            path.open("ab").close()
+            if is_new:
+                path.unlink()
+        except OSError as error:
+            parser.error(f"cannot write {path} ({error.strerror})")
     return options
 
 
@@ -111,6 +142,8 @@ def run_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
             hosts = stack.enter_context(local_hosts(options.hosts))
         else:
             hosts = stack.enter_context(switched_hosts(options.hosts, options.rate))
+        names = ", ".join(options.contestants)
+        print(f"starting {options.hosts} ranks, to build {names}", file=sys.stderr)
         ranks: list[subprocess.Popen[bytes]] = []
         for host in hosts:
             rank = _start(host, hosts[0].address, options, folder)
@@ -220,7 +253,6 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, _leave)
     machine = describe_machine()
     try:
-        options.out.parent.mkdir(parents=True, exist_ok=True)  # now, not after minutes
         ranks = run_ranks(options)
     except (RunError, RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
@@ -240,6 +272,7 @@ def main(argv: Sequence[str]) -> int:
         "unavailable": ranks[0]["unavailable"],
         "raw_by_rank": [rank["tracks"] for rank in ranks],
     }
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     drawn = result["contestants"] and draw(result, options.picture)
     if options.json:

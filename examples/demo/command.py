@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch.multiprocessing.spawn import ProcessException
 
@@ -24,6 +22,8 @@ from demo.picture import draw
 from demo.record import EQUAL, DemoConfig, DemoRecord, RankRecord, Spread
 from demo.run import MODULE, RUNS, UNSHARDED, WARMUP_STEPS, RoundDone, run_demo
 from shardstep.cli.flags import App
+from shardstep.cli.output_files import output_file, output_png
+from shardstep.cli.progress import Bars
 
 app = App(add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -36,30 +36,49 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})  # they are explained below
 def demo(
+    context: typer.Context,
     device: Annotated[
         Device, typer.Option(help="cuda: one rank per GPU, over NCCL. auto: cuda if there is any.")
     ] = Device.auto,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Local processes to train on.", show_default="2, or the GPUs"),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Number of processes to train on.",
+            show_default="2, or the GPUs",
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=WARMUP_STEPS + 1, help="Steps of each run.")] = 42,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=WARMUP_STEPS + 1, help="Training steps of each run.")
+    ] = 42,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**32, help="Chooses the weights and the batches.")
+        int,
+        typer.Option(metavar="N", min=0, max=2**32, help="Seed of the weights and the batches."),
     ] = 0,
-    layers: Annotated[int, typer.Option(min=1, help="Transformer blocks of the model.")] = 4,
-    width: Annotated[int, typer.Option(min=4, help="Width of the model, a multiple of 4.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = 4,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="PATH", dir_okay=False, help="Also write the record here."),
+    layers: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Transformer blocks of the model.")
+    ] = 4,
+    width: Annotated[
+        int, typer.Option(metavar="N", min=4, help="Width of the model, a multiple of 4.")
+    ] = 256,
+    batch: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Sequences per rank and step.")
+    ] = 4,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of the table.")
+    ] = False,
+    out: Annotated[
+        Any, typer.Option(parser=output_file, metavar="FILE", help="Write the JSON to a file, too.")
     ] = None,
     picture: Annotated[
-        Path | None,
+        Any,
         typer.Option(
-            metavar="PATH", dir_okay=False, help="Draw loss curves and memory (needs matplotlib)."
+            parser=output_png,
+            metavar="FILE",
+            help="Draw loss curves and memory to a PNG file (needs matplotlib).",
         ),
     ] = None,
 ) -> None:
@@ -74,30 +93,28 @@ def demo(
         raise typer.BadParameter(
             f"{width} is not a multiple of {model.n_head}", param_hint="--width"
         )
-    # Before the demo runs, so that no record is lost.
-    for option, path in (("--json", json_path), ("--picture", picture)):
-        if path is not None and not path.parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {path.parent}", param_hint=option)
-    if picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("pip install matplotlib first", param_hint="--picture")
+    if context.args:
+        hint = "--json prints to stdout; write a file with --out" if as_json else "try --help"
+        raise typer.BadParameter(f"unexpected argument {context.args[0]!r}: {hint}")
     kind, ranks = _place(device, ranks)
     config = DemoConfig(
         model=model, ranks=ranks, steps=steps, seed=seed, batch_size=batch, device=kind
     )
-    console = Console()
     try:
-        with demo_progress(console, steps) as show:
+        with demo_progress(Console(stderr=True), steps) as show:
             record = run_demo(config, on_round=show)
     except ProcessException as error:
         typer.echo(f"rank {error.error_index} failed: {error.msg.strip()}", err=True)
         raise typer.Exit(1) from None
-    console.print(demo_table(record))
-    for line in verdict_lines(record):
-        console.print(line)
-    if json_path is not None:
-        json_path.write_text(json.dumps(record.as_dict(), indent=2) + "\n")
+    text = json.dumps(record.as_dict(), indent=2)
+    if out is not None:
+        out.write_text(text + "\n")
     if picture is not None:
         draw(record, picture)
+    if as_json:
+        typer.echo(text)
+    else:
+        Console().print(demo_table(record), *verdict_lines(record), sep="\n")
 
 
 def _place(device: Device, ranks: int | None) -> tuple[str, int]:
@@ -115,22 +132,19 @@ def _place(device: Device, ranks: int | None) -> tuple[str, int]:
 
 @contextmanager
 def demo_progress(console: Console, num_steps: int) -> Iterator[Callable[[RoundDone], None]]:
-    """Yield a function to call after each round; each run has a bar, or one line in a log."""
-    with Progress(
+    """Yield a function to call after each round. Each run has a bar."""
+    with Bars(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]}"),
         TimeElapsedColumn(),
         console=console,
-        disable=not console.is_terminal,
     ) as bars:
-        tasks = {run: bars.add_task(run, total=num_steps, loss="  -  ") for run in RUNS}
+        tasks = {run: bars.add_task(run, total=num_steps, loss="-") for run in RUNS}
 
         def show(done: RoundDone) -> None:
             bars.update(tasks[done.run], completed=done.step, loss=f"{done.loss:.3f}")
-            if done.step == num_steps and not console.is_terminal:
-                console.print(f"{done.run}: {done.step} steps, loss {done.loss:.3f} on rank 0")
 
         yield show
 

@@ -11,11 +11,7 @@ _LINES = [("#8a8f98", "-", 5.0), ("#d9822b", "--", 2.5), ("#1f4e8c", ":", 2.0)]
 
 
 def draw(record: DemoRecord, path: Path) -> None:
-    """Write the picture, in the format that the name of `path` ends with.
-
-    Raises:
-        ImportError: if matplotlib is not installed.
-    """
+    """Write a PNG. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     config = record.config

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import multiprocessing
 import os
+import signal
 import socket
 import struct
 import sys
@@ -76,10 +77,13 @@ def run_demo(
     messages = multiprocessing.get_context("spawn").SimpleQueue()
     runs: dict[str, dict[int, RankRecord]] = {run: {} for run in RUNS}
     with tempfile.TemporaryDirectory(prefix="shardstep-demo-") as folder:
+        # A rank that is still importing torch would answer Ctrl-C with a traceback.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         spawned = spawn(  # type: ignore[no-untyped-call]
             _rank_main, (config, folder, messages), config.ranks, join=False
         )
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             ended = False
             while not ended:
                 ended = spawned.join(timeout=0.05)
@@ -113,6 +117,8 @@ def rounds(num_steps: int) -> list[range]:
 
 
 def _rank_main(rank: int, config: DemoConfig, folder: str, messages: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     torch.set_num_threads(1)
     device = torch.device(config.device)
     if device.type == "cuda":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from typer.testing import CliRunner
 from shardstep import ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
 from shardstep.cli.app import app
-from shardstep.cli.errors import byte_progress, printable
+from shardstep.cli.errors import printable
+from shardstep.cli.progress import byte_progress
 
 
 def shardstep(*args: object) -> Any:
@@ -268,6 +270,8 @@ def test_names_are_read_from_a_file(path: Path, tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("\n".join(names) + "\n")
     keys = ("--model-key", "net", "--optimizer-key", "opt")
     assert "cannot be told" in fails("import", tmp_path / "file.pt", tmp_path / "made", *keys)
+    nowhere = fails("import", tmp_path / "file.pt", tmp_path / "made", "--names", "nowhere")
+    assert nowhere == "error: nowhere: No such file or directory"
     succeeds(
         "import", tmp_path / "file.pt", tmp_path / "made", *keys, "--names", tmp_path / "names.txt"
     )
@@ -284,19 +288,37 @@ def test_what_is_left_out_of_an_import_is_said(path: Path, tmp_path: Path) -> No
     assert ckpt.load(tmp_path / "made").extra == {"epoch": 3}
 
 
-def test_stages_are_bars_in_a_terminal_and_nothing_in_a_log() -> None:
-    for terminal in (True, False):
-        text = io.StringIO()
-        with byte_progress(
-            Console(file=text, force_terminal=terminal, width=100), "reading"
-        ) as stages:
-            advance = stages("checking", 2000)
-            advance(1500)
-            advance(500)
-            stages("writing", 0)
-        for shown in ("checking", "2.0/2.0 kB", "writing"):
-            assert (shown in text.getvalue()) == terminal
-        assert terminal or not text.getvalue().strip()
+def test_stages_are_bars_in_a_terminal() -> None:
+    text = io.StringIO()
+    with byte_progress(Console(file=text, force_terminal=True, width=100), "reading") as stages:
+        advance = stages("checking", 2000)
+        advance(1500)
+        advance(500)
+        stages("writing", 0)
+    for shown in ("checking", "━", "2.0/2.0 kB", "writing"):
+        assert shown in text.getvalue()
+
+
+def test_long_stages_are_lines_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = io.StringIO()
+    with byte_progress(Console(file=text), "reading") as stages:
+        stages("checking", 2000)(1500)
+    assert text.getvalue() == "", "short work says nothing"
+    monkeypatch.setattr("shardstep.cli.progress.SECONDS_BETWEEN_LINES", 0.01)
+
+    def until(shown: str) -> None:
+        while shown not in text.getvalue():
+            time.sleep(0.01)
+
+    with byte_progress(Console(file=text), "reading") as stages:
+        until("reading 0:00:0")
+        advance = stages("checking", 2000)
+        advance(1500)
+        until("checking 1.5/2.0 kB")
+        advance(500)
+        stages("writing", 1000)
+        until("writing 0.0/1.0 kB 0:00:0")
+    assert "2.0/2.0" not in text.getvalue(), "what is done says nothing"
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "reshard", "export", "import"])

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from shardstep import checkpoint
 from shardstep.cli.app import app
 
-COMMANDS = ["", "plan", "checkpoint", *(f"checkpoint {verb}" for verb in ("inspect", "verify"))]
-COMMANDS += [f"checkpoint {verb}" for verb in ("reshard", "export", "import")]
+COMMANDS = ["", "demo", "plan", "bench", "checkpoint"]
+COMMANDS += [f"checkpoint {verb}" for verb in ("inspect", "verify", "reshard", "export", "import")]
+MAIN = [sys.executable, "-c", "import shardstep_command as c; c.main()"]
+
+
+def run(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    given = {"capture_output": True, "text": True, "timeout": 200} | options
+    return subprocess.run([*MAIN, *args], **given)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_flags_without_a_type_and_every_command_can_print_json(command: str) -> None:
-    shown = CliRunner().invoke(app, [*command.split(), "--help"]).stdout
-    assert "--help" in shown
-    assert "<bool>" not in shown
-    assert ("--json" in shown) is (command not in ("", "checkpoint"))
+def test_help_shows_flags_without_values_and_json_is_a_flag_everywhere(command: str) -> None:
+    words = [*command.split(), "--help"]
+    shown = run(*words) if command == "bench" else CliRunner().invoke(app, words)
+    assert "--help" in shown.stdout
+    for odd in ("<bool>", "<int", "<str>", "False", "None"):
+        assert odd not in shown.stdout
+    if command not in ("", "checkpoint"):
+        assert re.search(r"--json +[Pp]rint JSON", shown.stdout)
 
 
 # Says when the command has taken the signal over: a busy machine may be slow to get there.
@@ -65,21 +79,83 @@ def test_ctrl_c_is_clean(after_s: float) -> None:
     assert child.returncode == 130
 
 
-def test_the_benchmark_refuses_an_unknown_contestant_before_it_starts() -> None:
-    code = "import shardstep_command as c; c.main()"
-    command = [sys.executable, "-c", code, "bench", "--local", "--contestants", "ddp,mine"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.3, 0.6, 5.0])
+def test_ctrl_c_is_clean_while_ranks_start(after_s: float) -> None:
+    pipe = subprocess.PIPE
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(
+        [*MAIN, "demo"],
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        preexec_fn=heed,
+        start_new_session=True,  # Ctrl-C reaches all processes of a terminal
+    ) as child:
+        while not list_ranks(child.pid):
+            time.sleep(0.05)
+        time.sleep(after_s)
+        ranks = list_ranks(child.pid)
+        os.killpg(child.pid, signal.SIGINT)
+        try:
+            out, err = child.communicate(timeout=60)
+        finally:
+            child.kill()
+    assert out == ""
+    assert "Traceback" not in err
+    assert child.returncode == 130
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def list_ranks(parent: int) -> list[str]:
+    """Return the processes that a demo has started, its resource tracker left out."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--contestants ddp,mine", "no contestant is named mine; there are ddp"),
+        ("--contestants ,", "expected at least one name"),
+        ("--out no/out.json", "cannot write no/out.json"),
+        ("--out out.json --picture no/out.png", "cannot write no/out.png"),
+        ("--out out.json --picture out.svg", "ends with .png"),
+        ("--hosts 0", "--hosts must be positive"),
+    ],
+)
+def test_the_benchmark_explains_a_bad_option_before_it_starts(
+    options: str, said: str, tmp_path: Path
+) -> None:
+    done = run("bench", "--local", *options.split(), cwd=tmp_path)
     assert done.returncode == 2
-    assert "no contestant is named mine; there are ddp" in done.stderr
+    assert said in done.stderr
     assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
+    path = checkpoint.import_state_dict(tmp_path / "saved", model={"w": torch.ones(40)})
+    local = "--local --rounds 1 --steps 1 --contestants ddp --seq-len 8"
+    commands = [
+        "plan --model gpt2-124m --ranks 2",
+        f"checkpoint inspect {path} --json",
+        f"bench {local} --out {tmp_path / 'out.json'}",
+    ]
+    for command in commands:
+        reading, writing = os.pipe()
+        os.close(reading)
+        done = run(*command.split(), capture_output=False, stdout=writing, stderr=subprocess.PIPE)
+        os.close(writing)
+        assert done.returncode != 0
+        assert not re.search("error|Traceback|Errno", done.stderr)
 
 
 @pytest.mark.slow
 def test_the_benchmark_runs_on_local_ranks(tmp_path: Path) -> None:
-    code = "import shardstep_command as c; c.main()"
     options = "bench --local --json --rounds 1 --steps 1 --contestants ddp,zero2 --seq-len 8"
-    command = [sys.executable, "-c", code, *options.split(), "--out", str(tmp_path / "out.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = run(*options.split(), "--out", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
     assert "round 1/1" in done.stderr
     result = json.loads(done.stdout)

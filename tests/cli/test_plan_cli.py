@@ -149,6 +149,8 @@ def test_the_table_compares_methods_and_the_picture_is_drawn(tmp_path: Path) -> 
         (("--import", "torch.nn:Linear"), "torch.nn:Linear failed on the meta device (TypeError"),
         (("--import", "torch.nn:Flatten"), "no floating-point parameters"),
         (("--safetensors", "nowhere"), "nowhere"),
+        (("--model", "gpt2-124m", "--picture", "no/plan.png"), "cannot write no/plan.png"),
+        (("--model", "gpt2-124m", "--picture", "plan.svg"), "expected a name that ends with .png"),
     ],
 )
 def test_a_bad_request_is_explained(args: tuple[str, ...], message: str) -> None:

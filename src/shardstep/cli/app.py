@@ -17,8 +17,8 @@ app = App(name="shardstep", add_completion=False, pretty_exceptions_show_locals=
 # These read their options themselves.
 unread = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command(context_settings=unread)(demo)
-app.command(context_settings=unread)(bench)
 app.command()(plan)
+app.command(context_settings=unread)(bench)
 app.add_typer(checkpoint_app, name="checkpoint")
 
 

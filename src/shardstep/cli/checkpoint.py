@@ -26,7 +26,7 @@ app = App(help="Inspect, verify, reshard, export and import checkpoints.")
 Source = Annotated[Path, typer.Argument(metavar="PATH", help="The checkpoint.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NoVerify = Annotated[
-    bool, typer.Option("--no-verify", help="Do not compare files with their digests first.")
+    bool, typer.Option("--no-verify", help="Skip the comparison of files with their digests.")
 ]
 
 
@@ -84,7 +84,7 @@ def verify(path: Source, as_json: AsJson = False) -> None:
 def reshard(
     path: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks to reshard it for.")],
+    ranks: Annotated[int, typer.Option(metavar="N", min=1, help="Number of ranks to write for.")],
     layout: Annotated[
         Layout | None,
         typer.Option(
@@ -173,17 +173,22 @@ def import_(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The checkpoint to make.")],
     model_key: Annotated[
         str | None,
-        typer.Option(help="Key of the model's state dict, if it is not a usual one."),
+        typer.Option(
+            metavar="KEY", help="Key of the model's state dict, if it is not a usual one."
+        ),
     ] = None,
     optimizer_key: Annotated[
         str | None,
-        typer.Option(help="Key of the optimizer's state dict, if it is not a usual one."),
+        typer.Option(
+            metavar="KEY", help="Key of the optimizer's state dict, if it is not a usual one."
+        ),
     ] = None,
     optimizer_class: Annotated[
         str | None,
         typer.Option(
+            metavar="CLASS",
             help="The optimizer's class, such as AdamW or some.module.Lion. It is compared with "
-            "the state now, and on load."
+            "the state now, and on load.",
         ),
     ] = None,
     names: Annotated[

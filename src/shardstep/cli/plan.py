@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardstep.cli.errors import reporting
+from shardstep.cli.output_files import output_png
 from shardstep.cli.plan_inputs import Precision, import_model, make_job, read_model
 from shardstep.cli.units import parse_nbytes, parse_rate
 from shardstep.plan import ParamSpec
@@ -50,14 +51,16 @@ def _parse_ranks(text: str) -> list[int]:
 @exit_on_ctrl_c()  # torch imports more while it tries the class
 def plan(
     name: Annotated[
-        str | None, typer.Option("--model", help=f"A known model: {', '.join(MODELS)}.")
+        str | None,
+        typer.Option("--model", metavar="NAME", help=f"A known model: {', '.join(MODELS)}."),
     ] = None,
     factory: Annotated[
         str | None,
         typer.Option(
             "--import",
             metavar="PACKAGE.MODULE:FACTORY",
-            help="A function or class that makes the model; called on the meta device.",
+            help="A function or class that makes the model. It is called without arguments, on "
+            "the meta device.",
         ),
     ] = None,
     weights: Annotated[
@@ -72,19 +75,21 @@ def plan(
         str,
         typer.Option(
             metavar="CLASS",
-            help="A class of torch.optim, or package.module.Class. `Muon+AdamW`: the first for the "
-            "matrices of the blocks, the second for the rest.",
+            help="A class of torch.optim, or package.module.Class. With `Muon+AdamW`, Muon takes "
+            "the matrices of the blocks, and AdamW the rest.",
         ),
     ] = "AdamW",
     option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="An option of the class; may be repeated."),
+        typer.Option(
+            metavar="NAME=VALUE", help="An option of the class, such as momentum=0.9. Repeatable."
+        ),
     ] = None,
     precision: Annotated[
         Precision,
         typer.Option(
-            help="bf16: with fp32 masters; bf16-stochastic: stochastic rounding instead; "
-            "bf16-only: neither. own: the model's dtypes, with masters for 16 bits."
+            help="own: the model's dtypes, with fp32 masters for 16-bit parameters. bf16: with "
+            "fp32 masters. bf16-stochastic: stochastic rounding instead. bf16-only: neither."
         ),
     ] = "own",
     layout: Annotated[
@@ -94,18 +99,23 @@ def plan(
     ranks: Annotated[
         Any,
         typer.Option(
-            parser=_parse_ranks, metavar="N,N,...", help="Numbers of ranks, up to 16,384."
+            parser=_parse_ranks,
+            metavar="N,N,...",
+            help="Numbers of ranks to plan for, up to 16,384.",
         ),
     ] = "1,2,4,8,16,64",
     link: Annotated[
-        Any, typer.Option(parser=parse_rate, metavar="RATE", help="Rate of each rank's link.")
+        Any,
+        typer.Option(
+            parser=parse_rate, metavar="RATE", help="Rate of each rank's link, such as 400gbit."
+        ),
     ] = "100gbit",
     memory: Annotated[
         Any,
         typer.Option(
             parser=parse_nbytes,
             metavar="BYTES",
-            help="Find the fewest ranks whose peak fits, such as 80GB.",
+            help="Memory of a rank, such as 80GB. Also prints the fewest ranks that fit.",
         ),
     ] = None,
     backend: Annotated[
@@ -118,7 +128,12 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw memory and owners to a PNG file.")
+        Any,
+        typer.Option(
+            parser=output_png,
+            metavar="FILE",
+            help="Draw memory and owners to a PNG file (needs matplotlib).",
+        ),
     ] = None,
 ) -> None:
     """Predict memory and traffic per rank, for shardstep, DDP, torch ZeRO and FSDP2.

@@ -23,11 +23,9 @@ MAX_ROWS = 16
 
 def draw(result: dict[str, Any], plan: ShardPlan, path: Path) -> None:
     """Write a PNG. The owners are those of `plan`."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError('--picture needs matplotlib: pip install "shardstep[bench]"') from None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     rows = result["plans"]
     figure = Figure(figsize=(11, 2.2 + 1.15 * len(rows) + 3.2), layout="constrained")
     FigureCanvasAgg(figure)
