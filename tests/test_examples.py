@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from pages import PAGES, ROOT, SHELL, Block, read, run_commands
 
+from demo.gpt import GPT, GPTConfig
+from shardstep.checkpoint import safetensors
+
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SCRIPTS = [page for page in PAGES if any(block.language in SHELL for block in read(page)[1])]
 
@@ -65,6 +68,8 @@ def test_the_slurm_script_starts_a_torchrun_per_node(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
+    # Readers have a file of weights.
+    safetensors.write(tmp_path / "model.safetensors", GPT(GPTConfig(tied=False)).state_dict())
     for block in read(page)[1]:
         if block.mark.startswith("file: "):
             (tmp_path / block.mark.removeprefix("file: ")).write_text(block.code)
