@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from models import MLP_PROBLEM, SGD, with_ddp, with_zero
 from on_ranks import on_ranks
 from problems import assert_same, copies
@@ -80,7 +81,12 @@ def test_a_placeholder_refuses_calls_on_its_memory_by_name() -> None:
         "numpy": grad.numpy,
         "pickling": lambda: pickle.dumps(grad),
         "__dlpack__": grad.__dlpack__,
+        "an assignment to .data": lambda: setattr(grad, "data", torch.zeros(grad.shape)),
+        "div_ with rounding_mode": lambda: grad.div_(2, rounding_mode="floor"),
+        "linalg_vector_norm with dtype": lambda: torch.linalg.vector_norm(grad, dtype=torch.double),
+        "a norm of order 2 over None with keepdim": lambda: grad.norm(keepdim=True),
     }
     for operation, call in calls.items():
         with pytest.raises(RuntimeError, match=f"^{operation} is not possible on the gradient of"):
             call()
+    zero.module.float()  # converts nothing, and assigns every gradient to itself

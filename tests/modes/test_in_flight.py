@@ -223,6 +223,7 @@ READS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
     ),
     "dlpack": _from_a_list(lambda p: torch.from_dlpack(p.detach()).clone()),
     "parameter": _from_a_list(lambda p: nn.Parameter(p).clone()),
+    "another of its class": _from_a_list(lambda p: type(p)(p.data) * 1),
     "subclass": _from_a_list(lambda p: p.as_subclass(Tensor).clone()),
     "operator": _from_a_list(lambda p: 1 * p),
     "right operand": _from_a_list(lambda p: torch.zeros(p.shape) + p),

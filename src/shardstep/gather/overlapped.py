@@ -290,6 +290,9 @@ class _InFlight:
 
     # In these, torch reads the data without asking, or decides by the parameter's class before.
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls._shardstep_class(*args, **kwargs)  # another of its class, which is not in flight
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         Flights.wait_in(self)
         return copy.deepcopy(self, memo)

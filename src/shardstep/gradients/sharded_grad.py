@@ -66,6 +66,19 @@ class ShardedGrad(torch.Tensor):
         return super().dtype if _is_asked_by_compiler() else self._sharded_dtype
 
     @property
+    def data(self) -> torch.Tensor:
+        """The placeholder. Only itself may be assigned, as a conversion does that changes nothing.
+
+        Torch would take any tensor, and put it where nobody looks.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is not self:
+            raise self.refusal("an assignment to .data")
+
+    @property
     def reducer(self) -> GradReducer:
         """The reducer that has the gradient."""
         reducer = self._reducer()
@@ -96,7 +109,9 @@ class ShardedGrad(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operations that a sharded gradient supports, and refuse the rest."""
-        act = _ACTS.get(func.overloadpacket)
+        act, operation = _ACTS.get(func.overloadpacket), func.overloadpacket.__name__
+        if kwargs:
+            act, operation = None, f"{operation} with {', '.join(kwargs)}"
         in_backward = torch._C._current_graph_task_id() != -1
         # A user who adds to it means something else, and autograd does nothing but add. A hook
         # that changes it would change the sum over ranks, and end the round.
@@ -106,7 +121,7 @@ class ShardedGrad(torch.Tensor):
         mixed = not all(isinstance(grad, ShardedGrad) for grad in grads)
         if act is None or (mixed and act is not _zero_each):
             found = next(a for a in tree_leaves(args) if isinstance(a, ShardedGrad))
-            raise found.refusal(func.overloadpacket.__name__)
+            raise found.refusal(operation)
         return act(grads, *args[1:])
 
     def refusal(self, operation: str) -> RuntimeError:
@@ -171,9 +186,12 @@ def _unscale(
     grads[0].reducer.unscale([grad.param for grad in grads], found_inf, inv_scale)
 
 
-def _norms(grads: Sequence[ShardedGrad], order: float = 2, dim: Any = None, *_: Any) -> Any:
-    if dim not in (None, [], list(range(grads[0].ndim))) or order <= 0:
-        raise grads[0].refusal(f"a norm of order {order} over {dim}")
+def _norms(
+    grads: Sequence[ShardedGrad], order: float = 2, dim: Any = None, keepdim: bool = False
+) -> Any:
+    if dim not in (None, [], list(range(grads[0].ndim))) or order <= 0 or keepdim:
+        kept = " with keepdim" if keepdim else ""
+        raise grads[0].refusal(f"a norm of order {order} over {dim}{kept}")
     return grads[0].reducer.norms([grad.param for grad in grads], float(order))
 
 
