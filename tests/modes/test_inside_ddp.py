@@ -122,6 +122,19 @@ def test_a_class_that_counts_steps_may_not_step_by_buckets() -> None:
     each_raises_on_every_rank(2, cases)
 
 
+class KeepsGradients(OneByOne):
+    """Keeps the gradient itself for the next step, not a copy of it."""
+
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        p.sub_(p.grad - 0.5 * state.get("previous", 0), alpha=lr)
+        state["previous"] = p.grad
+
+
+@on_ranks(2)
+def test_a_class_may_keep_a_gradient_beyond_the_step() -> None:
+    compare((KeepsGradients, {}))
+
+
 # ------------------------------------------------------------------------- communication hooks
 
 

@@ -158,7 +158,15 @@ class LocalOptimizer:
 
         state = self.optim.state.get(tensor)
         if isinstance(state, dict):
-            state.update(tree_map(moved, dict(state)))
+            for key, value in state.items():  # mostly tensors, which need no walk through a tree
+                tensors = isinstance(value, torch.Tensor)
+                state[key] = moved(value) if tensors else tree_map(moved, value)
+
+    def let_go_of_gradients(self) -> None:
+        """Clone state that is a gradient itself, whose memory DDP lends until the next backward."""
+        for _, tensor in self._shard:
+            if tensor.grad is not None:
+                self.let_go(tensor, tensor.grad.data_ptr())
 
     def refuse_hand_edit(self) -> None:
         """Raise a `ValueError` if the user has changed which parameters the groups have."""

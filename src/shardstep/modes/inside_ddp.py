@@ -27,7 +27,7 @@ from shardstep.params.inputs import describe, describe_options
 from shardstep.params.module import ModuleWatch
 from shardstep.params.names import unwrapped
 from shardstep.params.sharded_params import ShardedParams
-from shardstep.pipeline import Closure
+from shardstep.pipeline import Closure, Pipeline
 
 
 class InsideDDP(Mode):
@@ -115,6 +115,8 @@ class InsideDDP(Mode):
     def _step_now(self) -> None:
         self._stepped_in_backward = True
         super().step()
+        if self.reduces_gradients:
+            self.local.let_go_of_gradients()
 
     @override
     def before_step(self) -> None:
@@ -232,8 +234,9 @@ class _Reduction:
 class _BucketGradients:
     """The gradients in one DDP bucket."""
 
-    def __init__(self, params: ShardedParams, grads: Mapping[int, torch.Tensor]) -> None:
-        self._params = params
+    def __init__(self, pipeline: Pipeline, grads: Mapping[int, torch.Tensor]) -> None:
+        self._params = pipeline.params
+        self._local = pipeline.local
         self._grads = grads
 
     def collect(self) -> None:
@@ -246,6 +249,7 @@ class _BucketGradients:
 
     def release(self) -> None:
         """Drop them."""
+        self._local.let_go_of_gradients()
         for _, tensor in self._params.shard:
             tensor.grad = None
 
@@ -306,7 +310,7 @@ class BucketStepper:
         before = _step_counters(mode.optim)
         try:
             if not self._edited:
-                gradients = _BucketGradients(pipeline.params, grads)
+                gradients = _BucketGradients(pipeline, grads)
                 pipeline.update(gradients, pipeline.local.step, grads)
         except Exception as error:
             # Not raised inside DDP's hook: the other ranks wait for its later buckets.
