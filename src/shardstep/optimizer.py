@@ -209,7 +209,13 @@ class ZeroRedundancyOptimizer(ModeFront):
             closure: computes the loss again and returns it.
             **kwargs: passed on to the local optimizer's `step`, whose result is returned.
         """
-        return self.mode.step(closure, **kwargs)
+        result = self.mode.step(closure, **kwargs)
+        set_to_none = self.mode.local.clears_to_none
+        if set_to_none is not None:
+            # Gradients that DDP has reduced to their owners cannot be set to zero.
+            in_ddp = isinstance(self.mode, InsideDDP) and self.mode.reduces_gradients
+            self.zero_grad(set_to_none or in_ddp)
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, to None or to zero. Called on every rank."""

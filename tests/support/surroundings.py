@@ -168,6 +168,36 @@ def every_kind_of_optimizer(new: New) -> list[Tensor]:
     return [tensor for kind in CLASSES for tensor in trained(new, MLP_PROBLEM, 3, kind=kind)]
 
 
+class ClearsToNone(optim.SGD):
+    """Clears its gradients at the end of a step, so that the loop need not."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.zero_grad()
+        return result
+
+
+class ClearsToZero(optim.SGD):
+    """Does the same in place."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.zero_grad(set_to_none=False)
+        return result
+
+
+@scenario(many=True)
+def a_class_that_clears_its_gradients(new: New) -> list[Tensor]:
+    seen = []
+    for kind in (ClearsToNone, ClearsToZero):
+        setup = new(kind=(kind, {"lr": 0.05, "momentum": 0.9}))
+        for step in range(4):
+            seen.append(setup.backward(step))
+            setup.opt.step()
+        seen += setup.params
+    return seen
+
+
 @scenario(MATRICES, many=True, kinds=[SGD], layout="auto", slow=True)
 def every_kind_of_optimizer_that_needs_whole_tensors(new: New) -> list[Tensor]:
     return [tensor for kind in WHOLE for tensor in trained(new, MATRICES, kind=kind)]

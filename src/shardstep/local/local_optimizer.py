@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -87,6 +88,27 @@ class LocalOptimizer:
         ranges = group_ranges(self._exposed)
         held = [{indices.start: _copy(some)} if indices else {} for indices in ranges]
         return bool(self._twin(held, lambda twin: None).state)
+
+    @functools.cached_property
+    def clears_to_none(self) -> bool | None:
+        """The way in which the class itself clears gradients in its step.
+
+        True for None, False for zero, None if it leaves them. It reaches only this rank's pieces
+        of the gradients. A step on small tensors tells, with the same result on every rank.
+        """
+        if all(type(part).__module__.startswith("torch.optim.") for part in parts_of(self.optim)):
+            return None
+        ranges = group_ranges(self._exposed)
+        params = {own.start: _copy(torch.ones(2, 2, device="cpu")) for own in ranges if own}
+        for param in params.values():
+            param.grad = torch.ones_like(param)
+        held = [{own.start: params[own.start]} if own else {} for own in ranges]
+        if self._step_error(held) is not None:
+            return None
+        left = [param.grad for param in params.values()]
+        if all(grad is None for grad in left):
+            return True
+        return False if all(grad is not None and not grad.any() for grad in left) else None
 
     def _held(self) -> list[Held]:
         """Return this rank's pieces of each group."""
