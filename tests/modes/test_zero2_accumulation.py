@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from graphs import BUFFERED
 from models import (
     ADAMW,
@@ -300,3 +301,31 @@ def test_what_changes_while_there_are_no_gradients_is_followed_by_whatever_comes
         assert all((a == b).all() for a, b in zip(before, setup.params, strict=True)), case
         go_on(setup)
         setup.opt.detach()
+
+
+@on_ranks(2)
+def test_a_model_that_evaluates_may_change_its_memory_format_between_steps() -> None:
+    """Forward does not notice it. DDP is no oracle: it mixes up the elements of gradients then."""
+    formats = {2: torch.channels_last, 4: torch.contiguous_format}
+
+    def run(setup: Setup, synchronise: Callable[[Tensor], object]) -> list[Tensor]:
+        setup.module.eval()
+        for step in range(6):
+            if step in formats:
+                setup.module.to(memory_format=formats[step])  # type: ignore[call-overload]
+            setup.model(noise(step, 4, 3, 6, 6)).square().mean().backward()
+            for param in setup.module.parameters():
+                synchronise(param)
+            setup.opt.step()
+            setup.module.zero_grad()
+        return setup.params
+
+    def average(param: Tensor) -> None:
+        assert param.grad is not None
+        dist.all_reduce(param.grad.div_(2))
+
+    for kind, layout in itertools.product((SGD, ADAMW), ("sliced", "whole")):
+        zero = with_zero(ConvNet(), kind, layout=layout)
+        expected = run(with_plain(copy.deepcopy(zero.module), kind), average)
+        got = run(zero, lambda param: None)
+        assert_same(expected, got, (kind, layout))

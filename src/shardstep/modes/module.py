@@ -8,6 +8,7 @@ root watch for the start of a forward pass and of the backward pass through it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -210,27 +211,38 @@ class ModuleMode(Mode):
         """Adapt to parameters of another form before gradients are asked for, if there are none.
 
         Called on every rank. Finding that no rank has gradients takes a round of reductions, which
-        needs the form that parameters have now. Freezing can wait until that is over, and has to: a
-        rank without gradients does not know whether others have some. Joined ranks adapt when they
-        shadow the step.
+        needs the dtype and device that parameters have now. Freezing can wait until that is over,
+        and has to: a rank without gradients does not know whether others have some. So can another
+        memory format. Joined ranks adapt when they shadow the step.
         """
         if self.join.enabled or self.join.shadowing:
             return
         params = self.pipeline.params
         with torch._C.DisableTorchFunctionSubclass():
-            waits = self._reducer.has_gradients() or params.storage.intact()
+            intact = params.storage.intact()
+            waits = intact or self._reducer.has_gradients()
             late = [index for index in params.frozen if params.params[index].requires_grad]
-        if not waits:
+        if not intact and self._has_other_strides():
+            self._take_in(late)
+        elif not waits:
             self.follow()
         elif late:
             self._take_in(late)
 
-    def _take_in(self, late: Sequence[int]) -> None:
-        """Adopt a plan with parameters that were unfrozen unnoticed. Called on every rank.
+    def _has_other_strides(self) -> bool:
+        """Return whether parameters have another memory format, and no other dtype or device."""
+        pairs = [*zip(self.planner.specs(), self.plan.specs, strict=False)]
+        return any(now.stride != old.stride for now, old in pairs) and all(
+            replace(now, stride=old.stride, trainable=old.trainable) == old for now, old in pairs
+        )
 
-        The root's forward was not called in between: parts of the model or its methods were, or the
-        model evaluates. Gradients that were reduced are gathered and sent once more, with those of
-        the late parameters. On 16-bit wires that rounds them once more.
+    def _take_in(self, late: Sequence[int]) -> None:
+        """Adopt a plan for a change that went unnoticed. Called on every rank.
+
+        Parameters were unfrozen, or have another memory format. The root's forward was not called
+        in between: parts of the model or its methods were, or the model evaluates. Gradients that
+        were reduced are gathered and sent once more, with those of the late parameters. On 16-bit
+        wires that rounds them once more.
         """
         params = self.params
         self._reducer.collect()
