@@ -221,11 +221,13 @@ def test_parameters_in_buckets_have_storages_of_their_own_size(dtype: torch.dtyp
     torch.save(model["scalar"], file)
     assert file.tell() < 4096, "a file holds one parameter, not its bucket"
     assert_same(list(copy.deepcopy(model).parameters()), params)
-    # Shared memory is memory elsewhere: attach copies the values back.
+    # Shared memory is memory elsewhere: attach copies the values back, and says so.
     expected = copies(params)
     model.share_memory()
     assert not home.intact()
-    home.attach()
+    with pytest.warns(UserWarning, match="parameter 'param 0' was moved to shared memory") as told:
+        home.attach()
+    assert len(told) == 1
     assert_same(params, expected)
     del home
     gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -185,6 +186,18 @@ class BucketViews(ParamStorage):
 
     @override
     def _allocate(self) -> None:
+        for index in self._slices:
+            param: Any = local_part(self._params[index])
+            if param.device.type == "cpu" and param.is_shared():
+                # Not an error: sending a model to another process shares its memory, too.
+                warnings.warn(
+                    f"parameter {self._plan.specs[index].name!r} was moved to shared memory, and "
+                    "is moved back into its bucket: other processes do not see its next steps. "
+                    "Send them a copy after each step, or construct the optimizer without module=, "
+                    "overlap_with_ddp=True and parameters_as_bucket_view=True",
+                    stacklevel=2,
+                )
+                break
         for number, bucket in enumerate(self._plan.training_buckets):
             if number == len(self.messages):
                 # Zeros, not garbage: padding is sent too, and must not differ from run to run.
