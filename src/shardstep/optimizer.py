@@ -61,7 +61,7 @@ class ZeroRedundancyOptimizer(ModeFront):
             (`param.data` becomes a view) and are gathered without a copy.
         overlap_with_ddp: if True, the step is taken inside DDP's backward: pass the optimizer to
             `hook_with_zero_step`, `hook_with_zero_step_interleaved` or `register`. Parameters
-            live in buckets then, and `step()` does nothing.
+            live in buckets then, and `step()` only runs hooks.
         module: the module that the parameters belong to, not wrapped in DDP. If given, this is
             ZeRO-2: all ranks start from rank 0's parameters, gradients are reduced to their owners
             during backward, and parameters, in buckets, are gathered during the next forward.

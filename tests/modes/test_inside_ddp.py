@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ddp_ways import HOOKS, WAYS, compare, expected, in_ddp, overlapping, seen_in, set_up
 from doubles import AnyOrder, LateArrival, behind_the_door
 from graphs import READS
-from models import ADAMW, MLP, MLP_PROBLEM, Setup, noise, rank
+from models import ADAMW, MLP, MLP_PROBLEM, ConvNet, Setup, noise, rank
 from on_ranks import on_ranks
 from problems import OneByOne, assert_same, copies
 from ranks import each_raises_on_every_rank
@@ -274,6 +274,12 @@ def beyond_ddp(way: str) -> None:
     tied(way, in_ddp(MLP(), process_group=alone))
 
 
+def turned_in_ddp(way: str) -> None:
+    setup = overlapping(way, ConvNet())
+    setup.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    setup.model(noise(0, 4, 3, 6, 6))
+
+
 #: Mistakes that are found before anything is sent, so that ranks are fit for the next one.
 ERRORS: list[tuple[Callable[[str], None], type[Exception], str]] = [
     (
@@ -302,6 +308,7 @@ ERRORS: list[tuple[Callable[[str], None], type[Exception], str]] = [
         lambda way: make_zero(model := MLP(), module=model),
         *(ValueError, "module= replaces DDP; leave out overlap_with_ddp=True"),
     ),
+    (turned_in_ddp, ValueError, r"rank \d: parameter '.*weight' got another memory format"),
     (ignored_by_ddp, ValueError, "'layers.2.weight' .* in DDP's parameters_to_ignore"),
     (
         beyond_ddp,

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_ways import expected, in_ddp, overlapping
-from models import MLP, MLP_PROBLEM, rank, train
+from ddp_ways import HOOKS, expected, in_ddp, overlapping, set_up
+from models import ADAMW, MLP, MLP_PROBLEM, rank, train
 from on_ranks import on_ranks
-from problems import differing
+from problems import assert_same, differing
 from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from traffic import counted
 
 from shardstep import ZeroRedundancyOptimizer, register
@@ -77,6 +78,35 @@ def test_gradients_are_with_their_owners() -> None:
     assert differing(plain.params, setup.params) == []
 
 
+def _tied_in_vain() -> tuple[Any, Any]:
+    """A DDP module that refuses the hook, because it has one, and the optimizer."""
+    model = in_ddp(MLP_PROBLEM.fresh(), allreduce_hook)
+    opt = ZeroRedundancyOptimizer(
+        model.parameters(), ADAMW[0], overlap_with_ddp=True, bucket_bytes=1, **ADAMW[1]
+    )
+    with pytest.raises(RuntimeError, match="register_comm_hook"):
+        register(model, opt)
+    return model, opt
+
+
+@on_ranks(2)
+def test_an_optimizer_may_be_tied_to_one_ddp_module_after_the_other() -> None:
+    """In vain, to reduce gradients itself, to let DDP reduce them, and back."""
+    reference = expected(MLP_PROBLEM.fresh())
+    model, opt = _tied_in_vain()
+    for number, way in enumerate(("register", "hook", "interleaved", "register")):
+        model = in_ddp(model.module)
+        if way == "register":
+            register(model, opt)
+        else:
+            model.register_comm_hook(None, HOOKS[way](allreduce_hook, model, opt))
+        steps = range(3 * number, 3 * number + 3)
+        assert_same(
+            train(reference, MLP_PROBLEM, steps), train(set_up(model, opt), MLP_PROBLEM, steps), way
+        )
+        assert_same(reference.params, list(model.parameters()), way)
+
+
 @on_ranks(2)
 def test_a_second_hook_its_own_no_sync_and_fewer_ranks_are_refused() -> None:
     setup = overlapping("register", MLP())
@@ -84,6 +114,10 @@ def test_a_second_hook_its_own_no_sync_and_fewer_ranks_are_refused() -> None:
         register(setup.model, setup.opt)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"use ddp\.no_sync\(\)"), setup.opt.no_sync():
         pass
+    model, opt = _tied_in_vain()
+    with pytest.raises(RuntimeError, match="no DDP module was tied to this optimizer"):
+        opt.step()
+    assert not model._forward_pre_hooks
     alone = [dist.new_group([each]) for each in range(2)][rank()]
     model = in_ddp(MLP())
     opt = ZeroRedundancyOptimizer(

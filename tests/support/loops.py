@@ -21,6 +21,12 @@ from models import (
 )
 from scenarios import APART, MODULE, New, scenario, trained
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from shardstep.params.module import remove_hooks
 
 FOREACH: Kind = (SGD[0], {**SGD[1], "foreach": True})
 BRANCHING = PROBLEMS["branching"]
@@ -310,11 +316,16 @@ def edit_options_by_hand(setup: Setup) -> list[Tensor]:
 
 @scenario()
 def hooks_around_the_step(setup: Setup) -> list[Tensor]:
-    """They run once for each step, and the second sees its result."""
+    """They run once for each step, also those on the steps of all optimizers."""
     seen = []
-    setup.opt.register_step_pre_hook(lambda *_: seen.append(torch.ones(())))
-    setup.opt.register_step_post_hook(lambda *_: seen.append(torch.zeros(())))
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append(torch.full((), 2.0))),
+        setup.opt.register_step_pre_hook(lambda *_: seen.append(torch.ones(()))),
+        setup.opt.register_step_post_hook(lambda *_: seen.append(torch.zeros(()))),
+        register_optimizer_step_post_hook(lambda *_: seen.append(torch.full((), 3.0))),
+    ]
     train(setup, MLP_PROBLEM, range(3))
+    remove_hooks(hooks)
     return seen
 
 

@@ -133,7 +133,8 @@ class LocalOptimizer:
         if closure is not None:
             kwargs["closure"] = closure
         try:
-            with self._no_empty_groups(self.optim, gradients_follow=closure is not None):
+            filled = self._no_empty_groups(self.optim, gradients_follow=closure is not None)
+            with filled, _without_global_hooks():
                 result = self.optim.step(**kwargs)
             self._stepped = True
             return result
@@ -346,8 +347,8 @@ class LocalOptimizer:
 
 
 @contextlib.contextmanager
-def without_global_hooks() -> Iterator[None]:
-    """Run no hook on the steps of all optimizers: the caller's step has run them."""
+def _without_global_hooks() -> Iterator[None]:
+    """Run no hook on the steps of all optimizers: the user's call of `step()` runs them."""
     kept = [(hooks, hooks.copy()) for hooks in GLOBAL_HOOKS]
     for hooks, _ in kept:
         hooks.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -17,7 +17,7 @@ from shardstep.comm.join import JoinContext
 from shardstep.gather import ImmediateGather, ParamGather
 from shardstep.gradients import FullGradients, GradientSource
 from shardstep.gradients.lockstep import Lockstep, OutOfStepError
-from shardstep.local.local_optimizer import LocalOptimizer, without_global_hooks
+from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
 from shardstep.modes.frozen import FrozenPieces
 from shardstep.modes.planner import Planned, Planner, Settings
@@ -38,8 +38,6 @@ from shardstep.state.view import ShardView
 
 CONSTRUCTING = "constructing ZeroRedundancyOptimizer"
 FOLLOWING = "following a change of the parameters"
-
-MakeContext = Callable[[], AbstractContextManager[None]]
 
 
 class Mode(ShardView):
@@ -75,9 +73,6 @@ class Mode(ShardView):
 
     reduces_gradients = False
     """True if this optimizer reduces gradients to their owners, and not DDP or the user."""
-
-    hiding_global_hooks: MakeContext = staticmethod(without_global_hooks)
-    """Surrounds a step. Torch has run hooks on the steps of all optimizers for the user's call."""
 
     def __init__(self, comm: Comm, join: JoinContext, module: torch.nn.Module | None) -> None:
         self.comm = comm
@@ -296,8 +291,7 @@ class Mode(ShardView):
                 closure = evaluated(closure)
             self.before_step()
             self.follow(stepping=True)
-            with self.hiding_global_hooks():
-                return self.pipeline.step(closure, **kwargs)
+            return self.pipeline.step(closure, **kwargs)
         except OutOfStepError:
             raise
         except BaseException:
@@ -377,17 +371,6 @@ class Mode(ShardView):
             # The pipeline may be another one by now.
             if not nested:
                 self.pipeline.gradients.resume()
-
-    def tie_to_ddp(self, module: torch.nn.Module, reduce: bool) -> Any:
-        """Let the step run inside the backward pass of a DDP module. Called on every rank.
-
-        Returns:
-            The mode, as the hooks drive it.
-        """
-        raise ValueError(
-            "this hook steps the optimizer inside backward, so the optimizer must be constructed "
-            "with overlap_with_ddp=True"
-        )
 
     def detach(self) -> None:
         """Restore plain parameters and remove all hooks. Called on every rank."""

@@ -1,6 +1,6 @@
 """DDP communication hooks that step the optimizer inside `loss.backward()`.
 
-Each takes one line; `zero.step()` stays callable and does nothing:
+Each takes one line; `zero.step()` stays callable, and only runs the user's hooks on it:
 
 - `hook_with_zero_step`: DDP reduces gradients with the given hook. When it is done, the optimizer
   steps, and gathers overlap with the next forward.
@@ -57,9 +57,9 @@ def hook_with_zero_step(
         TypeError: if `ddp` or `zero` is something else.
         ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
     """
-    _check(ddp, zero)
+    mode = _check(ddp, zero)
     _check_wire(zero)
-    tie = _Tie(ddp, zero.mode.tie_to_ddp(ddp.module, reduce=False))
+    tie = _Tie(ddp, mode.tie_to_ddp(ddp.module, reduce=False))
 
     def reduce_then_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         model, inside = tie.ends()
@@ -101,10 +101,10 @@ def hook_with_zero_step_interleaved(
         TypeError: if `ddp` or `zero` is something else.
         ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
     """
-    _check(ddp, zero)
+    mode = _check(ddp, zero)
     _check_wire(zero)
     _check_dense(ddp)
-    tie = _Tie(ddp, BucketStepper(zero.mode.tie_to_ddp(ddp.module, reduce=False)))
+    tie = _Tie(ddp, BucketStepper(mode.tie_to_ddp(ddp.module, reduce=False)))
 
     def reduce_and_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         model, stepper = tie.ends()
@@ -138,7 +138,7 @@ def register(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> N
         TypeError: if `ddp` or `zero` is something else.
         ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
     """
-    _check(ddp, zero)
+    mode = _check(ddp, zero)
     _check_dense(ddp)
     if _ranks(zero.process_group) != _ranks(ddp.process_group):
         raise ValueError(
@@ -146,8 +146,6 @@ def register(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> N
             f"ranks of the DDP module's, {_ranks(ddp.process_group)}, not "
             f"{_ranks(zero.process_group)}"
         )
-    inside = zero.mode.tie_to_ddp(ddp.module, reduce=True)
-    tie = _Tie(ddp, inside)
     index_of = {param: index for index, param in enumerate(parameters(zero.param_groups))}
 
     def offer(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -168,8 +166,9 @@ def register(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> N
             inside.step_after_ddp()
         return _done(buffer)
 
-    ddp.register_comm_hook(None, offer)
-    _hide_placeholders_from_rebuild(ddp, inside)
+    ddp.register_comm_hook(None, offer)  # first: if DDP refuses it, nothing is tied
+    tie = _Tie(ddp, mode.tie_to_ddp(ddp.module, reduce=True))
+    _hide_placeholders_from_rebuild(ddp, mode)
 
 
 def _hide_placeholders_from_rebuild(ddp: DistributedDataParallel, inside: InsideDDP) -> None:
@@ -225,8 +224,8 @@ class _Kept:
         return _Kept, ()
 
 
-def _check(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> None:
-    """Raise unless the optimizer and the DDP module belong together."""
+def _check(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> InsideDDP:
+    """Return the optimizer's mode. Raise unless the optimizer and the DDP module fit together."""
     # A compiled module has the attributes of the module inside.
     within = getattr(ddp, "_orig_mod", ddp)
     ours = isinstance(getattr(zero, "mode", None), Mode)
@@ -235,6 +234,11 @@ def _check(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> Non
             "ddp must be a DistributedDataParallel and zero a ZeroRedundancyOptimizer of this "
             f"library, not a {type(ddp).__name__} and a {type(zero).__name__}; without DDP, "
             "construct the optimizer with module="
+        )
+    if not isinstance(zero.mode, InsideDDP):
+        raise ValueError(
+            "this hook steps the optimizer inside backward, so the optimizer must be constructed "
+            "with overlap_with_ddp=True"
         )
     if not set(_ranks(zero.process_group)) <= set(_ranks(ddp.process_group)):
         raise ValueError(
@@ -261,6 +265,7 @@ def _check(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> Non
                 f"parameter {name!r} of the DDP module trains but is in DDP's parameters_to_ignore,"
                 " so no hook would see its gradient; freeze it, or let DDP have it"
             )
+    return zero.mode
 
 
 def _check_wire(zero: "ZeroRedundancyOptimizer") -> None:

@@ -31,7 +31,7 @@ from shardstep.pipeline import Closure, Pipeline
 
 
 class InsideDDP(Mode):
-    """The step runs inside DDP's backward; `step()` does nothing.
+    """The step runs inside DDP's backward; `step()` only runs the user's hooks on it.
 
     Until a hook ties it to a DDP module, gathers do not overlap and nothing steps.
 
@@ -40,29 +40,34 @@ class InsideDDP(Mode):
     """
 
     title = "inside DDP's backward"
-    hiding_global_hooks = staticmethod(nullcontext)  # the user calls no step
 
     def __init__(self, comm: Comm, join: JoinContext, module: torch.nn.Module | None) -> None:
         super().__init__(comm, join, module)
         self._module: torch.nn.Module | None = None
+        self._strides: list[tuple[int, ...]] = []
         self.feeder = DDPFeeder()
         self._stepped_in_backward = False
         # Whether the ranks that have data are taking a step; known on a joined rank.
         self._step_owed = False
 
-    @override
     def tie_to_ddp(self, module: torch.nn.Module, reduce: bool) -> InsideDDP:
+        """Let the step run inside the backward pass of a DDP module. Called on every rank.
+
+        With `reduce`, reduce the gradients in DDP's buckets here.
+        """
         self.pipeline.gather.detach()
+        self.pipeline.gradients.detach()
         self.gather_comm = self.comm.new_connection()
         self._module = module
+        self._strides = [param.stride() for param in self.params]
         if self.known_module is None:
             self._name_after(module)
-        self.pipeline = replace(self.pipeline, gather=self.make_gather(self.pipeline.params))
         if reduce:
             self.comm = self.comm.new_connection()
-            self.reduces_gradients = True
-            gradients = self.make_gradients(self.pipeline.params)
-            self.pipeline = replace(self.pipeline, gradients=gradients)
+        self.reduces_gradients = reduce
+        params = self.pipeline.params
+        gradients, gather = self.make_gradients(params), self.make_gather(params)
+        self.pipeline = replace(self.pipeline, gradients=gradients, gather=gather)
         return self
 
     def _name_after(self, module: torch.nn.Module) -> None:
@@ -93,11 +98,26 @@ class InsideDDP(Mode):
     def before_forward(self, *args: Any) -> None:
         """Raise if the last step failed on another rank, before DDP waits for that rank.
 
-        Or if a parameter was put into the module that would never be stepped.
+        Or if a parameter was put into the module that would never be stepped, or has another memory
+        format than in DDP's buckets.
         """
         self.pipeline.gather.wait_for_errors()
         if torch.is_grad_enabled():
             self.watch.check(self.params)
+            self._check_strides()
+
+    def _check_strides(self) -> None:
+        # DDP writes gradients into its buckets with the strides that parameters had when it made
+        # them, and reads them with the strides of now.
+        with torch._C.DisableTorchFunctionSubclass():  # do not wait for parameters in flight
+            strides = [param.stride() for param in self.params]
+        for spec, old, new in zip(self.plan.specs, self._strides, strides, strict=False):
+            if old != new:
+                raise ValueError(
+                    f"rank {self.comm.group_rank}: parameter {spec.name!r} got another memory "
+                    "format inside DDP, which would mix up the elements of its gradient; change "
+                    "it before DistributedDataParallel(...)"
+                )
 
     def step_after_ddp(self) -> None:
         """Step at the end of this backward pass, after DDP has written to `param.grad`.
