@@ -275,3 +275,24 @@ def test_masters_wait_for_what_is_in_flight(layout: str) -> None:
         seen.append(copies(module.parameters()))
     assert_same(seen[0], seen[1])
     assert_same(seen[0], seen[2])
+
+
+@pytest.mark.parametrize("with_late_hook", [False, True])
+@on_ranks(2)
+def test_held_back_gradients_add_up_in_the_dtype_of_the_master(with_late_hook: bool) -> None:
+    """A hook that comes after the optimizer may change the first of them until backward ends."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.zeros_(model.weight)
+    policy = MixedPrecision(reduce_dtype=torch.float32)
+    opt = ZeroRedundancyOptimizer(
+        model.parameters(), optim.SGD, module=model, precision=policy, lr=1.0
+    )
+    if with_late_hook:
+        model.weight.register_post_accumulate_grad_hook(lambda param: None)
+    with opt.no_sync():
+        for size in (1.0, 2.0**-9, 2.0**-9):
+            model(torch.full((1, 1), size, dtype=torch.bfloat16)).sum().backward()
+    opt.step()
+    master = opt.full_master("weight")
+    assert master is not None
+    assert master.item() == -1 - 2.0**-8

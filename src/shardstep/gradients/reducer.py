@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from itertools import takewhile
 from types import NoneType
 from typing import Any
@@ -137,8 +138,8 @@ class GradReducer(ShardNorms):
         # Models over several devices run their backward in several threads.
         with self._lock:
             if self.paused:
-                if final:
-                    self._feeder.hold_back(param)
+                hold_back = partial(self._feeder.hold_back, param)
+                hold_back() if final else at_end_of_backward(hold_back)
                 return
             current = self._round
             if current is None:
