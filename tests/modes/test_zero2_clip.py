@@ -300,6 +300,11 @@ def test_a_gradient_that_was_cleared_by_hand_has_no_norm() -> None:
     assert list(opt.grad_norms()) == ["a", "b", "c"]
     module.b.grad = None
     assert list(opt.grad_norms()) == ["a", "c"]
+    opt.zero_grad()
+    for param in opt.param_groups[0]["params"]:
+        param.requires_grad_(False)
+    opt.zero_grad()
+    assert opt.grad_norms() == {}
 
 
 @on_ranks(3)

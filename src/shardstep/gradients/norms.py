@@ -103,6 +103,8 @@ class ShardNorms(GradientSource):
     @override
     def all_norms(self, norm_type: float) -> dict[int, torch.Tensor]:
         self.collect()
+        if not self.trained:
+            return {}
         norms = self.norms(self.trained, norm_type)
         present = (self._norms[norm_type].parts != -1).any(0).tolist()
         found = zip(self.trained, norms, present, strict=True)

@@ -47,6 +47,7 @@ class InsideDDP(Mode):
         self._strides: list[tuple[int, ...]] = []
         self.feeder = DDPFeeder()
         self._stepped_in_backward = False
+        self._detached = False
         # Whether the ranks that have data are taking a step; known on a joined rank.
         self._step_owed = False
 
@@ -98,11 +99,16 @@ class InsideDDP(Mode):
     def before_forward(self, *args: Any) -> None:
         """Raise if the last step failed on another rank, before DDP waits for that rank.
 
-        Or if a parameter was put into the module that would never be stepped, or has another memory
-        format than in DDP's buckets.
+        Or if the optimizer was detached, or a parameter was put into the module that would never be
+        stepped, or one has another memory format than in DDP's buckets.
         """
         self.pipeline.gather.wait_for_errors()
         if torch.is_grad_enabled():
+            if self._detached:  # DDP cannot give up its hook
+                raise RuntimeError(
+                    f"rank {self.comm.group_rank}: the optimizer that steps inside this DDP module "
+                    "was detached; wrap the module in DistributedDataParallel again"
+                )
             self.watch.check(self.params)
             self._check_strides()
 
@@ -204,6 +210,11 @@ class InsideDDP(Mode):
                 "with overlap_with_ddp=True the step is taken inside DDP's backward, but none was: "
                 "register the hook with ddp.register_comm_hook(...)"
             )
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        self._detached = True
 
     @override
     def check_change(self, what: str) -> None:
