@@ -278,7 +278,7 @@ def counted(outcomes: list[str]) -> str:
 
 
 REMEDIES = re.compile(
-    r"(, so it cannot be sharded; use it unsharded|; pass layout='whole' to accept that"
+    r"(; use it unsharded|; pass layout='whole' to accept that"
     r"|; if each tensor's update depends only on).*"
 )
 

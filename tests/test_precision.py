@@ -59,7 +59,7 @@ def test_only_what_is_narrower_gets_a_master() -> None:
 @pytest.mark.parametrize(
     ("policy", "error", "match"),
     [
-        ("bf16", TypeError, "precision must be a MixedPrecision, not a str"),
+        ("bf16", TypeError, "precision must be a MixedPrecision, not str"),
         (MixedPrecision(reduce_dtype=FP32), ValueError, WIRE),
     ],
 )

@@ -92,7 +92,7 @@ def resolve(
     if given is None:
         return MixedPrecision() if has_module else UNCHANGED
     if not isinstance(given, MixedPrecision):
-        raise TypeError(f"precision must be a MixedPrecision, not a {type(given).__name__}")
+        raise TypeError(f"precision must be a MixedPrecision, not {type(given).__name__}")
     if given.reduce_dtype is not None and not sends_gradients:
         raise ValueError(
             f"reduce_dtype={given.reduce_dtype} has no effect here: without module= this optimizer "

@@ -280,6 +280,15 @@ def turned_in_ddp(way: str) -> None:
     setup.model(noise(0, 4, 3, 6, 6))
 
 
+def detached(way: str) -> None:
+    setup = overlapping(way, MLP())
+    setup.backward(0)
+    setup.opt.detach()
+    with torch.no_grad():
+        setup.model(noise(0, 6, 16))
+    setup.backward(1)
+
+
 #: Mistakes that are found before anything is sent, so that ranks are fit for the next one.
 ERRORS: list[tuple[Callable[[str], None], type[Exception], str]] = [
     (
@@ -292,11 +301,11 @@ ERRORS: list[tuple[Callable[[str], None], type[Exception], str]] = [
     ),
     (
         lambda way: tied(way, MLP()),
-        *(TypeError, "must be a DistributedDataParallel and zero .* not a MLP and a Zero"),
+        *(TypeError, "must be a DistributedDataParallel and zero .* not MLP and Zero"),
     ),
     (
         lambda way: tie(way, make_zero(model := in_ddp(MLP())), model),
-        *(TypeError, "not a ZeroRedundancyOptimizer and a DistributedData"),
+        *(TypeError, "not ZeroRedundancyOptimizer and DistributedData"),
     ),
     (too_few_parameters, ValueError, "'late.weight' of the DDP module trains but was not given"),
     (
@@ -309,6 +318,7 @@ ERRORS: list[tuple[Callable[[str], None], type[Exception], str]] = [
         *(ValueError, "module= replaces DDP; leave out overlap_with_ddp=True"),
     ),
     (turned_in_ddp, ValueError, r"rank \d: parameter '.*weight' got another memory format"),
+    (detached, RuntimeError, r"rank \d: the optimizer .* was detached; wrap the module in Dist"),
     (ignored_by_ddp, ValueError, "'layers.2.weight' .* in DDP's parameters_to_ignore"),
     (
         beyond_ddp,

@@ -186,7 +186,7 @@ def test_early_ends_other_joinables_first_and_different_acts_are_errors_on_every
         (_throwing, RuntimeError, "exhausted", False),
         (_throwing, RuntimeError, "exhausted", True),
         (_not_first, RuntimeError, r"the first in Join\(\[\.\.\.\]\)"),
-        (_different_acts, RuntimeError, "different things"),
+        (_different_acts, RuntimeError, "rank 0 has action .* where rank 1 has"),
     ]
     each_raises_on_every_rank(2, cases)
 

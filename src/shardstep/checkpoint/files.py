@@ -250,7 +250,7 @@ def read_manifest(path: Path) -> Manifest:
         digest = data.pop("digest")
         intact = digest == _digest(data)
     except (KeyError, RecursionError) as error:
-        raise CheckpointError(f"{file}: has no digest that it could match") from error
+        raise CheckpointError(f"{file}: has no digest; it was changed or damaged") from error
     require(intact, f"{file}: does not match its own digest; it was changed or damaged")
     listed, when, run = data.get("files"), data.get("saved_at"), data.get("run", "")
     complete = isinstance(listed, dict) and type(when) is int and 0 <= when <= MAX_TIME

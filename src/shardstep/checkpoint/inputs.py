@@ -33,7 +33,7 @@ def comm_of(optimizer: ZeroRedundancyOptimizer | None) -> Comm:
 
     if optimizer is not None and not isinstance(optimizer, ZeroRedundancyOptimizer):
         raise TypeError(
-            "optimizer must be a ZeroRedundancyOptimizer of this library, not a "
+            "optimizer must be a ZeroRedundancyOptimizer of this library, not "
             f"{type(optimizer).__name__}; the state dict of another one becomes a checkpoint with "
             "checkpoint.import_state_dict"
         )
@@ -44,7 +44,7 @@ def check_model(model: object) -> None:
     """Raise `TypeError` if `model` is given and not a module."""
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(
-            f"model must be a torch.nn.Module, not a {type(model).__name__}; pass the module, "
+            f"model must be a torch.nn.Module, not {type(model).__name__}; pass the module, "
             "and state dicts of anything else as extra"
         )
 

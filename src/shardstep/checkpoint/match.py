@@ -85,8 +85,8 @@ class Match:
             self._match_model(unwrapped(self.model), contents.model)
         self.require(
             not self.strict or not (self.missing or self.unexpected),
-            f"it does not fit: {self.differences()}; give names={{here: there}} for "
-            "parameters with other names, or strict=False to load what fits",
+            f"{self.differences()}; pass names={{here: there}} for renamed parameters, or "
+            "strict=False to load the rest",
         )
         self._check_memory()
         found = [(index, param.name) for index, param in self.found.items()]

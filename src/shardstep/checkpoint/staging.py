@@ -59,7 +59,7 @@ class Staging:
                 "for leftovers; save to another path, such as step-1000"
             )
         if os.path.lexists(path):
-            raise FileExistsError(f"{path} exists already; save to a new path, such as step-1000")
+            raise FileExistsError(f"{path} exists already; choose a new path")
         new = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in new:

@@ -294,7 +294,7 @@ def connect(process_group: dist.ProcessGroup | None, near: Sequence[torch.Tensor
     if not isinstance(process_group, dist.ProcessGroup):
         if process_group != dist.GroupMember.NON_GROUP_MEMBER:
             raise TypeError(
-                f"process_group must be a ProcessGroup, not a {type(process_group).__name__}; "
+                f"process_group must be a ProcessGroup, not {type(process_group).__name__}; "
                 "options of the optimizer are passed by name, and a DeviceMesh of one dimension "
                 "has a get_group()"
             )

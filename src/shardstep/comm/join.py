@@ -10,6 +10,9 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from shardstep.comm.api import Comm, all_gather_json
 
+PARTS = ("action", "uncleared gradients", "arguments")
+"""The parts of an announcement."""
+
 
 class JoinContext:
     """The `Join` context that an optimizer takes part in, if any.
@@ -59,10 +62,13 @@ class JoinContext:
             self.notify()
         announced = all_gather_json(comm, own)
         active = [rank for rank, action in enumerate(announced) if action is not None]
-        if any(announced[rank] != announced[active[0]] for rank in active):
-            raise RuntimeError(
-                f"rank {comm.group_rank}: ranks are about to do different things: {announced}"
-            )
         self.source = active[0]
         action: list[Any] = announced[self.source]
+        for rank in active:
+            for what, expected, got in zip(PARTS, action, announced[rank], strict=True):
+                if got != expected:
+                    raise RuntimeError(
+                        f"ranks within Join must make the same calls, but rank {self.source} has "
+                        f"{what} {expected} where rank {rank} has {got}"
+                    )
         return action

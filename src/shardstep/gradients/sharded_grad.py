@@ -127,13 +127,11 @@ class ShardedGrad(torch.Tensor):
     def refusal(self, operation: str) -> RuntimeError:
         """Return the error for an operation that needs the numbers."""
         return RuntimeError(
-            f"{operation} is not possible on the gradient of parameter {self.param_name!r}: it is "
-            "sharded across ranks. To clip, call optimizer.clip_grad_norm_(...) or "
-            "clip_grad_value_(...); for all norms, optimizer.grad_norms(); to read it, call "
-            f"optimizer.full_grad({self.param_name!r}) on every rank; to drop it, call "
-            "optimizer.zero_grad(). To change the gradients that backward adds to it, use the "
-            "parameter's register_hook(). Before the next backward pass through a DDP module, call "
-            "zero_grad(); with module=, do not wrap the model in DDP"
+            f"{operation} is not possible on the gradient of parameter {self.param_name!r}, which "
+            f"is sharded across ranks. To read it, call optimizer.full_grad({self.param_name!r}) "
+            "on every rank; to change it, call optimizer.clip_grad_norm_() or the parameter's "
+            "register_hook(). With module=, do not wrap the model in DDP; with register, call "
+            "zero_grad() before backward"
         )
 
 

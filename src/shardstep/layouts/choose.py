@@ -219,8 +219,7 @@ def _refuse(asked: Layout | None, name: str, verdict: Verdict) -> None:
     """Raise if no layout is right, or if only the user can decide."""
     if verdict.kind is Kind.COUPLED:
         raise ValueError(
-            f"{name} couples all parameters ({verdict.why}), so it cannot be sharded; use it "
-            "unsharded on every rank"
+            f"{name} couples all parameters ({verdict.why}); use it unsharded on every rank"
         )
     if asked == "sliced" and verdict.kind is Kind.PER_TENSOR:
         raise ValueError(

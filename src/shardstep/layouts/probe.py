@@ -143,7 +143,7 @@ def probe(
                 continue
         filled = ["with placeholders in empty groups"] if verdict.fill_empty_groups else []
         notes = ", ".join([*trial.notes, *filled])
-        return replace(verdict, why=f"{verdict.why} (probed {notes})" if notes else verdict.why)
+        return replace(verdict, why=f"{verdict.why}, probed {notes}" if notes else verdict.why)
     assert failure is not None
     stage = "a step" if failure.constructed else "constructing it"
     return Verdict(
@@ -261,5 +261,5 @@ def _why_coupled(coupled: Difference) -> str:
         Cause.GLOBAL_STATE: "its global state depends on all tensors",
         Cause.RAISED: f"without some of the tensors it raises {coupled.detail}",
         Cause.COLLECTIVE: "a step communicates with other ranks",
-        Cause.CLOSURE: f"a step {coupled.detail}, when a rank has moved only its own parameters",
+        Cause.CLOSURE: f"a step {coupled.detail}",
     }[coupled.cause]

@@ -140,6 +140,6 @@ def _leaf_key(value: Any) -> Any:
     constant = value is None or isinstance(value, torch.dtype) or callable(value)
     by_identity: Any = object.__eq__
     if type(value).__eq__ is by_identity and not constant:
-        raise TypeError(f"a {type(value).__name__} may change and still be equal to itself")
+        raise TypeError(f"an option of type {type(value).__name__} is compared by identity")
     # 1, 1.0 and True are equal, but differ to a class.
     return type(value).__name__, value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
@@ -96,7 +96,8 @@ class Mode(ShardView):
         self.check()
         plan, lines = self.planner.plan()
         head = [f"optimizer class {settings.recipe.name}", *self.describe()]
-        return plan, [*head, f"{settings.precision}", *lines]
+        policy = [f"{name}={value}" for name, value in asdict(settings.precision).items()]
+        return plan, [*head, *policy, *lines]
 
     def start(self, plan: ShardPlan) -> None:
         """Build the first pipeline. Called on every rank."""
@@ -116,7 +117,7 @@ class Mode(ShardView):
 
     def describe(self) -> list[str]:
         """Return lines by which ranks compare their modes."""
-        return [f"mode {type(self).__name__}"]
+        return [f"mode {self.title}"]
 
     def names(self) -> Mapping[int, str]:
         """Return names by identity of the parameter, for parameters that were given none."""

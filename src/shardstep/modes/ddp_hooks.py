@@ -232,7 +232,7 @@ def _check(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> Ins
     if not (ours and isinstance(within, DistributedDataParallel)):
         raise TypeError(
             "ddp must be a DistributedDataParallel and zero a ZeroRedundancyOptimizer of this "
-            f"library, not a {type(ddp).__name__} and a {type(zero).__name__}; without DDP, "
+            f"library, not {type(ddp).__name__} and {type(zero).__name__}; without DDP, "
             "construct the optimizer with module="
         )
     if not isinstance(zero.mode, InsideDDP):

@@ -165,6 +165,6 @@ def clip_limit(given: float, name: str, method: str) -> float:
     except (TypeError, ValueError):
         pass
     raise TypeError(
-        f"{name} must be a number, not a {type(given).__name__}; {method}(1.0) clips all "
+        f"{name} must be a number, not {type(given).__name__}; {method}(1.0) clips all "
         "parameters of this optimizer"
     )

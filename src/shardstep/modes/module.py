@@ -81,8 +81,12 @@ class ModuleMode(Mode):
             f"buffer {name!r} (shape {tuple(buffer.shape)}, {buffer.dtype})"
             for name, buffer in self._module.named_buffers()
         ]
-        mode = f"broadcast_buffers={self._broadcast_buffers}, recoverable={self._recoverable}"
-        return [f"module=, {mode}", *buffers]
+        return [
+            *super().describe(),
+            f"broadcast_buffers={self._broadcast_buffers}",
+            f"recoverable={self._recoverable}",
+            *buffers,
+        ]
 
     @override
     def synchronise_start(self) -> None:

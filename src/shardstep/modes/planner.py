@@ -92,7 +92,7 @@ class Planner:
         if bucket_bytes is None:
             bucket_bytes = default_bucket_bytes(specs, self._comm.min_bucket_bytes)
         plan = ShardPlan.make(specs, self._comm.world_size, bucket_bytes=bucket_bytes)
-        head = [f"layout={settings.layout!r}, bucket_bytes={settings.bucket_bytes}"]
+        head = [f"layout={settings.layout!r}", f"bucket_bytes={settings.bucket_bytes}"]
         for param, spec in zip(parameters(self.groups), specs, strict=True):
             head += describe_part(param, spec.name)
         tail = ["no more parameters", *settings.layouts.lines(), f"plan {plan.fingerprint}"]

@@ -38,7 +38,7 @@ def _as_list(params: Any) -> list[Any]:
     try:
         given = list(params)
     except TypeError as error:
-        raise TypeError(f"params must be {kinds}, not a {type(params).__name__}") from error
+        raise TypeError(f"params must be {kinds}, not {type(params).__name__}") from error
     if not given:
         raise ValueError(
             "ZeroRedundancyOptimizer was given an empty parameter list; a generator, such as "
@@ -229,15 +229,12 @@ def check_optimizer(made: Any, num_groups: int) -> None:
 
 
 def describe_options(groups: Groups) -> list[str]:
-    """Return one line per group with its options, as far as ranks can compare them."""
+    """Return one line for each option of each group, as far as ranks can compare them."""
     return [
-        f"options of group {number}: "
-        + ", ".join(
-            f"{key}={_plain(value)}"
-            for key, value in sorted(group.items())
-            if key not in ("params", "param_names")
-        )
+        f"{key}={_plain(value)} in group {number}"
         for number, group in enumerate(groups)
+        for key, value in sorted(group.items())
+        if key not in ("params", "param_names")
     ]
 
 

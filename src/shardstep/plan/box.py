@@ -88,7 +88,7 @@ def overlap(found: Sequence[Box]) -> tuple[Box, Box] | None:
         compared += len(open_boxes)
         if compared > COMPARED_PER_BOX * (len(filled) + 100):
             raise ValueError(
-                f"{len(filled):,} boxes of one tensor are cut too wildly to be checked"
+                f"one tensor is cut into {len(filled):,} chunks, too many to check for overlaps"
             )
         for other in open_boxes:
             if box.intersect(other) is not None:
