@@ -287,9 +287,9 @@ class GradReducer(ShardNorms):
         """
         self._finish_interrupted()
         types = self._feeder.grad_types()
-        replaced = not types <= {ShardedGrad, NoneType}
-        if replaced or self._phase is not Phase.COLLECTED:
-            if self._phase is Phase.OWED or replaced or not types - {NoneType}:
+        due = types == {NoneType} or not types <= {ShardedGrad, NoneType}  # cleared or replaced
+        if due or self._phase is not Phase.COLLECTED:
+            if self._phase is Phase.OWED or due:
                 self.announce("round")
                 self.shadow_round()
                 types = self._feeder.grad_types()
