@@ -217,7 +217,7 @@ class WithDDP(Walk):
         self._way, self._inside = way, way in WAYS
         self.weights = {**ALWAYS, **WITH_MODEL, "accumulate": 3}
         if not self._inside:
-            self.weights |= WITH_STEP
+            self.weights |= {**WITH_STEP, "add": 0.4}
         self._name = self.in_turn(["branching", "mixed dtypes", "conv", "mlp", "branching"])
         self._problem = PROBLEMS[self._name]
         self.case = self.chance.choice(DDP_CASES)
@@ -234,6 +234,7 @@ class WithDDP(Walk):
         module = self._problem.fresh()
         kind = self.chance.choice(["one", "two", "muon"])
         self.groups = self._group_names(module, kind)
+        self._later = [] if self._inside or kind == "one" else [self.groups.pop()]
         zero = {
             "precision": self.policy,
             "bucket_bytes": self.chance.choice([1, 20000, None]),
@@ -270,6 +271,21 @@ class WithDDP(Walk):
     def make(self) -> ZeroRedundancyOptimizer:
         return self._setups[1].opt
 
+    def pairs(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+        later = [name for names, _ in self._later for name in names]
+        return [pair for pair in super().pairs() if pair[0] not in later]
+
+    def add(self) -> None:
+        """Add parameters that DDP knows, and the optimizer did not until now."""
+        if self._later:
+            names, options = self._later.pop()
+            for model, opt in zip(self.models, (self.unsharded, self.sharded), strict=True):
+                model.zero_grad()
+                params = [model.get_parameter(name) for name in names]
+                opt.add_param_group({"params": params, **options})
+            self.groups.append((names, options))
+            self.new_schedulers()
+
     def _renew(self) -> None:
         """Stay with the optimizer that DDP knows."""
 
@@ -297,6 +313,12 @@ class WithDDP(Walk):
         if self._way == "register":
             self.clear_all()
         self._pass()
+
+    def iterate(self) -> None:
+        if self._inside:
+            self.backward()  # which takes the step
+        else:
+            super().iterate()
 
     def accumulate(self) -> None:
         if self._way == "register":

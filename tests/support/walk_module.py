@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +15,19 @@ from doubles import AnyOrder, LateArrival, behind_the_door
 from models import MLP, Branching, make_gpt, noise, rank, world_size
 from problems import Case
 from torch import Tensor, nn, optim
-from walks import ALWAYS, BF16, FP16, FP32, FP64, ROUNDING, WITH_MODEL, WITH_STEP, Walk
+from walks import (
+    ALWAYS,
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    ROUNDING,
+    WITH_MODEL,
+    WITH_STEP,
+    Broken,
+    Walk,
+    fail,
+)
 
 from shardstep import BatchSkippedError, MixedPrecision, ZeroRedundancyOptimizer
 
@@ -53,14 +66,6 @@ MODULE_POLICIES = [
     *(MixedPrecision(), ROUNDING, MixedPrecision(reduce_dtype=FP32)),
     *(MixedPrecision(), MixedPrecision(reduce_dtype=BF16)),
 ]
-
-
-class Broken(Exception):
-    """What a user's code raises."""
-
-
-def _raise(param: Tensor) -> None:
-    raise Broken
 
 
 class WithModule(Walk):
@@ -194,6 +199,7 @@ class WithModule(Walk):
         before = self._held.get(param)
         if param in self._assigned and any(grad is not None for grad in grads):
             self._assigned.remove(param)  # autograd adds to what the user has assigned
+            param.grad = None
         elif before is not None or held_back:
             wide = self.policy.step_dtype(param.dtype)
             grads = [None if grad is None else grad.to(wide) for grad in grads]
@@ -208,19 +214,25 @@ class WithModule(Walk):
         dtype = self.policy.step_dtype(param.dtype)
         if len(parts) == 1 and parts[0] is not None:  # nothing travels
             return parts[0].to(dtype)
-        wire, total = self.policy.wire_dtype(param.dtype), torch.zeros_like(param, dtype=dtype)
-        for part in parts:
-            if part is not None:
-                wide = part if part.itemsize > wire.itemsize else part.to(wire)
-                total += (wide * (1.0 / world_size())).to(wire).to(dtype)
-        return total
+        wire = self.policy.wire_dtype(param.dtype)
 
-    def send(self) -> None:
-        no_round = self._held.keys() == self._assigned and not self._holding
+        def contribution(part: Tensor | None) -> Tensor:
+            if part is None:
+                return torch.zeros_like(param, dtype=dtype)
+            wide = part if part.itemsize > wire.itemsize else part.to(wire)
+            return (wide * (1.0 / world_size())).to(wire).to(dtype)
+
+        return functools.reduce(torch.add, map(contribution, parts))  # -0 and -0 make -0
+
+    def send(self, plain_stay: bool = False) -> None:
+        if plain_stay and self._held.keys() == self._assigned and not self._holding:
+            for param in self._assigned:  # what changes it in place changes it in all parts
+                param.grad = self._held[param][0]
+            return
         for param, parts in self._held.items():
             param.grad_dtype = None  # a mean is as wide as the master
-            before = None if no_round else param.grad
-            mean = self._mean(param, parts[:1] if no_round else parts)
+            before = None if param in self._assigned else param.grad
+            mean = self._mean(param, parts)
             param.grad = mean if before is None else before + mean
         self._held.clear()
         self._assigned.clear()
@@ -259,7 +271,7 @@ class WithModule(Walk):
         return expected, got
 
     def clip(self) -> None:
-        if self.often(0.5):
+        if self.often(0.5) and not self._holding:  # torch's clips what a rank holds back alone
             return super().clip()
         self.send()
         expected = nn.utils.clip_grad_norm_(self.models[0].parameters(), 0.01, torch.inf)
@@ -338,17 +350,25 @@ class WithModule(Walk):
     def fail_and_recover(self) -> None:
         """Let a rank fail before the end of its backward pass. All ranks skip the batch."""
         self.clear_all()
-        where, failing = self.chance.choice(["loader", "backward"]), self.chance.randrange(4)
-        self.say(where, failing % world_size())
+        where = self.chance.choice(["loader", "backward", "closure"])
+        failing = self.chance.randrange(4) % world_size()
+        self.say(where, failing)
         last = [p for p in self.models[1].parameters() if p.requires_grad]
         hooks = []
-        try:
-            if failing % world_size() == rank():
-                if where == "loader":
-                    raise Broken
-                hooks = [p.register_post_accumulate_grad_hook(_raise) for p in last]
+
+        def closure() -> None:
+            if failing == rank() and where != "backward":
+                raise Broken
             self._loss(self.models[1], self.step_number, rank()).backward()
-            self.sharded.step()
+
+        try:
+            if failing == rank() and where == "backward":
+                hooks = [p.register_post_accumulate_grad_hook(fail) for p in last]
+            if where == "closure":
+                self.sharded.step(closure)
+            else:
+                closure()
+                self.sharded.step()
             self.wrong.append("a step on a batch that failed")
         except (Broken, BatchSkippedError):
             self.sharded.recover()

@@ -15,7 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,13 @@ ROUNDING = MixedPrecision(master_dtype=None, stochastic_rounding=True, seed=3)
 ALWAYS: dict[str, float] = {
     **{"backward": 8, "clear": 3, "freeze": 1.5, "option": 1, "edit_groups": 0.7, "schedule": 1},
     **{"write": 2, "swap": 0.7, "copy": 0.3, "halve_the_state": 0.5, "look": 1},
+    **{"consolidate": 0.5, "reload": 0.7, "save": 0.5, "exchange": 0.5},
 }
 """Acts that are possible in every mode, with their frequencies."""
 
 WITH_STEP: dict[str, float] = {
-    **{"step": 8, "closure": 1, "clip": 1, "consolidate": 0.5, "reload": 0.7, "save": 0.5},
-    **{"drop_a_gradient": 0.7, "replace_a_gradient": 0.7, "halve_a_gradient": 0.5, "exchange": 0.5},
+    **{"step": 8, "closure": 1, "closure_that_raises": 0.5, "clip": 1},
+    **{"drop_a_gradient": 0.7, "replace_a_gradient": 0.7, "halve_a_gradient": 0.5},
 }
 """Acts that are possible where the loop says when a step is taken."""
 
@@ -48,6 +49,15 @@ WITH_MODEL: dict[str, float] = {"evaluate": 1, "evaluate_or_train": 0.5, "hook":
 
 EVERY = 3
 """Each so many acts, the next of all acts in turn is done, whatever its weight."""
+
+
+class Broken(Exception):
+    """What a user's code raises."""
+
+
+def fail(*args: object) -> NoReturn:
+    """Raise as a user's code may."""
+    raise Broken
 
 
 class Walk:
@@ -95,6 +105,11 @@ class Walk:
         """Give both models gradients."""
         raise NotImplementedError
 
+    def iterate(self) -> None:
+        """Give both models gradients, and take a step."""
+        self.backward()
+        self.step()
+
     def evaluations(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Return a closure for each optimizer."""
         raise NotImplementedError
@@ -107,8 +122,12 @@ class Walk:
         """Return a parameter to add to the models."""
         return nn.Parameter(self.noise(self.chance.choice([(7,), (131, 17), (300,)])))
 
-    def send(self) -> None:
-        """Reduce gradients of the unsharded model that `no_sync` has held back."""
+    def send(self, plain_stay: bool = False) -> None:
+        """Reduce gradients of the unsharded model that were held back, or assigned.
+
+        With `plain_stay`, torch is about to change gradients. It leaves those that were assigned
+        as they are if there are no others to reduce.
+        """
 
     def assign(self, param: nn.Parameter, grad: Tensor | None) -> None:
         """Assign a gradient to a parameter of the unsharded model, or clear it."""
@@ -209,6 +228,14 @@ class Walk:
         expected, got = self.evaluations()
         self.compare("loss", self.unsharded.step(expected), self.sharded.step(got))
 
+    def closure_that_raises(self) -> None:
+        """Let all ranks catch an error of the closure, before it has evaluated anything."""
+        self.clear_all()
+        for opt in (self.unsharded, self.sharded):
+            with contextlib.suppress(Broken):
+                opt.step(fail)
+                self.wrong.append("a closure that raised made a step")
+
     def clear(self) -> None:
         self.send()
         to_none, by_module = self.often(0.6), self.often(0.4)
@@ -226,7 +253,7 @@ class Walk:
         every = all(param.numel() for _, param, _ in self.pairs())
         norm = self.chance.choice([torch.inf if every else 3.0, *self.norms])
         self.say(norm)
-        self.send()
+        self.send(plain_stay=True)
         expected, got = (
             nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm) for model in self.models
         )
@@ -249,7 +276,7 @@ class Walk:
     def halve_a_gradient(self) -> None:
         expected, got = self.some()
         if got.grad is not None:
-            self.send()  # as the sharded model does
+            self.send(plain_stay=True)  # as the sharded model does
         for param in (expected, got):
             if param.grad is not None:
                 param.grad.mul_(0.5)
@@ -461,8 +488,7 @@ class Walk:
             if background:
                 handle = checkpoint.async_save(folder / "saved", self.sharded, module)
                 before, buffers = self.unsharded.snapshot(), copies(self.models[0].buffers())
-                self.backward()
-                self.step()
+                self.iterate()
                 handle.wait()
                 self.unsharded.restore(before)
                 self.clear_all()
