@@ -3,8 +3,8 @@
     python tests/faults/soak.py --minutes 20
     python tests/faults/soak.py --cycles 300 --modes module --actions freeze --megabytes 0.5
 
-Two ranks hold one optimizer per mode. Each cycle does every action in every mode, then compares the
-parameters of both ranks, and notes memory, descriptors and threads. These must be as they were
+Ranks hold one optimizer per mode. Each cycle does every action in every mode, then compares the
+parameters of all ranks, and notes memory, descriptors and threads. These must be as they were
 after the first third of the time.
 """
 
@@ -33,7 +33,7 @@ os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from models import ADAMW, MLP_PROBLEM  # noqa: E402
+from models import ADAMW, MLP_PROBLEM, consolidated  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 from scenarios import renew, sharded  # noqa: E402
 from torch import nn  # noqa: E402
@@ -41,8 +41,11 @@ from torch import nn  # noqa: E402
 from shardstep import checkpoint  # noqa: E402
 
 MODES = ("module", "drop-in", "register", "hook", "interleaved")
-ACTIONS = ("train", "evaluate", "options", "freeze", "save", "save_later", "consolidate", "copy")
-APART = ("accumulate", "clip", "closure", "add_group")
+ACTIONS = (
+    *("train", "evaluate", "options", "edit_groups", "accumulate", "freeze"),
+    *("save", "save_later", "load", "consolidate", "copy"),
+)
+APART = ("clip", "closure", "closure_that_raises", "add_group")
 """Actions where the loop takes the step, not backward."""
 
 
@@ -105,6 +108,15 @@ class Soak:
             group["lr"] = 1e-3 / (1 + self.step % 7)
         self.train(1)
 
+    def edit_groups(self) -> None:
+        """Rebind the groups, and add and delete an option."""
+        opt = self.setup.opt
+        opt.param_groups = [{**group, "mine": self.step} for group in opt.param_groups]
+        self.train(1)
+        for group in opt.param_groups:
+            del group["mine"]
+        self.train(1)
+
     def freeze(self) -> None:
         first = next(self.setup.module.parameters())
         for wanted in (False, True):
@@ -133,6 +145,15 @@ class Soak:
         self.setup.opt.step(lambda: self.setup.backward(4))
         self.setup.opt.zero_grad()
 
+    def closure_that_raises(self) -> None:
+        """Let all ranks catch an error of the closure."""
+
+        def closure() -> None:
+            raise InjectedError
+
+        with contextlib.suppress(InjectedError):
+            self.setup.opt.step(closure)
+
     def recover(self) -> None:
         try:
             if dist.get_rank() == self.step % dist.get_world_size():
@@ -153,6 +174,11 @@ class Soak:
         path = self.folder / f"later-{self.step}"
         checkpoint.async_save(path, self.setup.opt, self.setup.module, keep_last=2)
         self.train(2)
+
+    def load(self) -> None:
+        saved = consolidated(self.setup.opt)
+        self.setup.opt.load_state_dict(saved)
+        self.train(1)
 
     def consolidate(self) -> None:
         self.setup.opt.consolidate_state_dict(to=0)
@@ -221,6 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=2)
     parser.add_argument("--cycles", type=float, default=float("inf"))
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--actions", default="", help="those to do, separated by commas; all")
     parser.add_argument("--megabytes", type=float, default=4.0, help="growth allowed to a rank")
@@ -229,7 +256,7 @@ def main() -> int:
         modes = tuple(given.modes.split(","))
         actions = tuple(filter(None, given.actions.split(",")))
         args = (given.minutes, given.cycles, Path(folder), modes, actions)
-        ranks = run_ranks(soak, 2, *args, timeout=60 * given.minutes + 300, fresh=True)
+        ranks = run_ranks(soak, given.ranks, *args, timeout=60 * given.minutes + 300, fresh=True)
         failed = False
         for rank, seen in enumerate(ranks):
             grown = growth(seen)
