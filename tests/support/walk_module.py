@@ -190,17 +190,17 @@ class WithModule(Walk):
         ranks = [self._of_rank(part, step, of) for of in range(world_size())]
         for rounds in zip(*ranks, strict=True):
             for number, param in enumerate(self.models[0].parameters()):
-                self._hold(param, [each[number] for each in rounds], held_back)
+                self._hold(param, [each[number] for each in rounds])
             if not held_back:
                 self.send()
 
-    def _hold(self, param: Tensor, grads: list[Tensor | None], held_back: bool) -> None:
-        """Add to each rank's sum. What is not sent at once adds up in the wider dtype."""
+    def _hold(self, param: Tensor, grads: list[Tensor | None]) -> None:
+        """Add to each rank's sum, in the wider dtype. A single gradient stays as it is."""
         before = self._held.get(param)
         if param in self._assigned and any(grad is not None for grad in grads):
             self._assigned.remove(param)  # autograd adds to what the user has assigned
             param.grad = None
-        elif before is not None or held_back:
+        elif before is not None:
             wide = self.policy.step_dtype(param.dtype)
             grads = [None if grad is None else grad.to(wide) for grad in grads]
         if before is not None:

@@ -500,6 +500,8 @@ class Walk:
                 checkpoint.save(folder / "saved", self.sharded, module)
             self._renew()
             checkpoint.load(folder / "saved", self.sharded, module)
+        for buffer in self.models[0].buffers() if module else ():
+            buffer.copy_(from_rank(0, buffer))  # DDP does so before the next forward pass
         self.new_schedulers()
 
 
