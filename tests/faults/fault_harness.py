@@ -21,7 +21,7 @@ from ranks import new_process
 
 from shardstep import checkpoint
 
-RANKS = 2
+MOST_RANKS = 3
 GRACE = 5.0
 """Seconds beyond the timeout that a process may live."""
 
@@ -47,6 +47,17 @@ class RankOutcome:
     def error(self) -> str | None:
         """The error that it ended with."""
         return next(iter(self.all("error")), None)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether an operation of this library raised it, and not one of DDP or of the job."""
+        return any(self.all("ours"))
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether it is torch's own error: DDP's collective has waited."""
+        error = self.error or "injected"
+        return not self.is_ours and not any(s in error for s in ("injected", "at the end"))
 
 
 @dataclass
@@ -76,7 +87,7 @@ class Outcome:
 def some_hosts() -> Iterator[list[Host] | None]:
     """Yield hosts on one switch where this is possible, else None."""
     try:
-        hosts = switched_hosts(RANKS, "none")
+        hosts = switched_hosts(MOST_RANKS, "none")
         made = hosts.__enter__()
     except (RuntimeError, PermissionError):
         yield None
@@ -92,9 +103,10 @@ def run_trial(
     fault: Fault,
     hosts: list[Host] | None,
     folder: Path,
-    outside: Callable[[], None] = lambda: None,
+    outside: Callable[[], None] | None = None,
     jobs: Sequence[str] = ("",),
     patience: float = TIMEOUT + GRACE,
+    world_size: int = 2,
 ) -> dict[str, list[Outcome]]:
     """Run the job in each mode, all at once. Return the outcomes of each mode's jobs.
 
@@ -108,15 +120,16 @@ def run_trial(
         (here / "run").mkdir(parents=True, exist_ok=True)
         outcomes[mode] = [Outcome(mode, fault, here / "run") for _ in jobs]
         for prefix in jobs:
-            for rank in range(RANKS):
+            for rank in range(world_size):
                 host = None if hosts is None else hosts[rank].namespace
-                place = Place(mode, rank, RANKS, here, here / "run", prefix, host)
+                place = Place(mode, rank, world_size, here, here / "run", prefix, host)
                 place.records.touch()
                 started.append((place, new_process(run_rank, place, fault)))
     try:
         if fault.act == "outside":
             _wait_for("waiting", started)
-            outside()
+            if outside is not None:
+                outside()
             for place, _ in started:
                 (place.folder / "go").touch()
         ends = _watch(started, fault, patience)

@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,9 +37,10 @@ class Trial:
         fault: what happens inside the job.
         allowed: verdicts.
         modes: those in which it can happen.
-        link: what happens to the link of the last host; needs hosts.
+        link: what happens to the link of the last rank; needs hosts.
         jobs: prefixes of jobs that share a folder.
         small_disk: whether checkpoints go to a file system that is too small.
+        world_size: the number of ranks.
     """
 
     fault: Fault
@@ -48,11 +49,29 @@ class Trial:
     link: Callable[[Host], None] | None = None
     jobs: tuple[str, ...] = ("",)
     small_disk: bool = False
+    world_size: int = 2
 
     @property
-    def reference(self) -> str:
-        """The name of the job to compare with."""
-        return "shift" if self.fault.act == "skip" else "all skip" if self.allowed == SKIPS else ""
+    def reference(self) -> tuple[str, int]:
+        """The job to compare with: its name, and its number of ranks."""
+        skips = self.allowed == SKIPS
+        name = "shift" if self.fault.act == "skip" else "all skip" if skips else ""
+        return name, self.world_size
+
+
+class References(dict[tuple[str, int], dict[str, list[Outcome]]]):
+    """The jobs to compare with, each run when it is first asked for."""
+
+    def __init__(self, modes: Sequence[str], hosts: list[Host] | None, folder: Path) -> None:
+        self._modes, self._hosts, self._folder = modes, hosts, folder
+
+    def __missing__(self, key: tuple[str, int]) -> dict[str, list[Outcome]]:
+        name, world_size = key
+        folder = self._folder / f"{world_size} {name}"
+        self[key] = run_trial(
+            self._modes, REFERENCES[name], self._hosts, folder, patience=60, world_size=world_size
+        )
+        return self[key]
 
 
 def cut_briefly(host: Host) -> None:
@@ -78,9 +97,11 @@ def run_named(
                 stack.enter_context(small_disk(folder / mode.replace(" ", "-") / "run"))
         if trial.link is not None:
             assert hosts is not None
-            stack.callback(mend_link, hosts[-1])
-        act = partial(trial.link, hosts[-1]) if trial.link and hosts else lambda: None
-        outcomes = run_trial(modes, trial.fault, hosts, folder, act, trial.jobs, patience)
+            stack.callback(mend_link, hosts[trial.world_size - 1])
+        act = partial(trial.link, hosts[trial.world_size - 1]) if trial.link and hosts else None
+        outcomes = run_trial(
+            modes, trial.fault, hosts, folder, act, trial.jobs, patience, trial.world_size
+        )
         for mode in modes:
             if trial.small_disk:
                 check_small_disk(outcomes[mode][0])
@@ -149,6 +170,24 @@ TRIALS: dict[str, Trial] = {
     "a rank runs forward once more": Trial(Fault("extra", "extra forward"), (*EQUAL, *RAISES)),
     "a rank runs backward once more": Trial(Fault("extra", "extra backward"), modes=TWO_MODES),
     "a rank leaves a step out": Trial(Fault("extra", "no step"), modes=TWO_MODES),
+    "a rank steps once more": Trial(Fault("extra", "extra step"), modes=TWO_MODES),
+    "a rank steps once more after zero_grad()": Trial(
+        Fault("extra", "extra step, cleared"), modes=TWO_MODES
+    ),
     "the disk is full": Trial(Fault("", "disk"), EQUAL, small_disk=True),
     "two jobs save to one folder": Trial(Fault(), EQUAL, jobs=("a-", "b-")),
 }
+
+THREE = (
+    "a rank is killed in construct",
+    "a rank is killed in backward",
+    "a rank is killed in step",
+    "a rank is killed at a random moment (0)",
+    "a rank stops in backward",
+    "a rank stops in step",
+    "forward raises on a rank",
+    "step raises on a rank",
+    "backward raises on a rank, and all skip the batch",
+    "a rank leaves a step out",
+)
+TRIALS |= {f"of three ranks, {name}": replace(TRIALS[name], world_size=3) for name in THREE}

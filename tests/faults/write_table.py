@@ -15,15 +15,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / each) for each in (".", "src", "tests/support", "examples")]
 
 import torch  # noqa: E402
-from fault_harness import run_trial, some_hosts, verdict  # noqa: E402
+from fault_harness import Outcome, some_hosts, verdict  # noqa: E402
 from fault_job import TIMEOUT  # noqa: E402
-from fault_table import MODES, REFERENCES, TRIALS, run_named  # noqa: E402
+from fault_table import MODES, TRIALS, References, run_named  # noqa: E402
 
 HEADER = f"""# Faults
 
-Each row is a fault in a job of two ranks, each on a separate host (network namespaces, Gloo,
-torch {torch.__version__.partition("+")[0]}). `python tests/faults/write_table.py` wrote this page.
-The same trials are tests, in `tests/faults/`. The timeout of the process group was {TIMEOUT:g} s.
+Each row is a fault in a job of two ranks, or of three where it says so, each on a separate host
+(network namespaces, Gloo, torch {torch.__version__.partition("+")[0]}). The same trials are tests,
+in `tests/faults/`. `python tests/faults/write_table.py` wrote this page. The timeout of the process
+group was {TIMEOUT:g} s.
 
 - **equal**: the job ended, and every loss and parameter equals that of a run without the fault.
 - **skips the batch**: equal to a run without this batch. The loop calls `opt.recover()` when it
@@ -32,12 +33,17 @@ The same trials are tests, in `tests/faults/`. The timeout of the process group 
 - **raises after the timeout**: the same, {TIMEOUT:g} s later. Until then, a
   rank that is stopped or cut off looks like a slow one.
 - **wrong numbers**: a step used other values than in the run without the fault.
+- **°**: a remaining rank waited in a collective of DDP. Its error is torch's, which names neither
+  the operation nor the rank.
 - An empty cell: there is no such trial. DDP's job saves nothing. `recover()` needs `module=`. With
   `register` and the hooks, backward takes the step, so there is no closure and no step to skip.
 
 With this library, no process outlived the timeout by 5 s, no number was wrong, and the newest
-checkpoint loaded, in every trial. Errors of `module=` name the rank and the operation. The
-message of a timeout says what to look for. In the other modes the error may be DDP's.
+checkpoint loaded, in every trial. Where an operation of this library waits, in any mode, the error
+of each remaining rank names this operation and the peer that it waits for. At three ranks this
+peer may be one that has raised because of the failed rank. The interleaved hook names DDP's hook,
+and no peer: torch does not say for which rank the hook waits. The message of a timeout says what to
+look for.
 
 A rank that ends with an error closes its connections before Python shuts down. Processes that it
 forked, such as workers of a loader, do not keep them open. Seconds until the other ranks raise (2
@@ -55,8 +61,34 @@ and 3 ranks, plain processes on one busy machine):
 With the drop-in, the other ranks wait in DDP's all-reduce. With DDP alone, on a less busy machine,
 this took 0.6 to 1.1 s.
 
-With `module=`, an extra backward pass or a skipped step is noticed only at the timeout: one rank
-waits in the step and the other in the next reduction, so they cannot compare notes.
+**Calls that only one rank makes, with `module=`.** A rank sends a note with each round of
+reductions, and tells with each step whether it succeeded. Two notes that meet are compared, and a
+difference raises on every rank at once:
+
+| one rank | it waits for | the others wait for | every rank |
+|---|---|---|---|
+| has other options, or loads | | | raises at once |
+| catches an error of its closure | | | raises at once |
+| clears gradients between two backward passes | | | raises at once |
+| calls `recover()` | | | raises at once; all call `recover()` |
+| steps once more after `zero_grad()` | | | raises at once, one step late |
+| leaves a backward pass out | | | goes on: its gradients are zero |
+| runs forward once more, without buffers | | | goes on |
+| runs forward once more, with buffers | buffers | gradients | raises after the timeout |
+| runs backward once more | gradients | its step | raises after the timeout |
+| leaves a step out | gradients | its step | raises after the timeout |
+| steps once more, without `zero_grad()` | a step | gradients | raises after the timeout |
+| clips, unscales or asks for a norm | the norm | its step | raises after the timeout |
+| leaves the loop a batch early | | gradients | raises after the timeout |
+
+A step after `zero_grad()` makes a round without gradients, which meets the next round of the other
+ranks. So one step is taken with gradients of zero from this rank: load the last checkpoint. If the
+other ranks call something else next, as they save in the trial below, all wait until the timeout.
+
+Where one rank waits for gradients and another for a step, both have sent a message, but with
+different tags. The messages could meet if they shared tags, a connection and a length. That would
+not help a model whose gradients take more than four messages: its backward pass waits for the first
+of these before it sends its note. It would take one more note, at the start of each round.
 
 The trials ran over Gloo. Over NCCL, waiting for the other ranks' notes would stall the accelerator,
 so a step that raises on one rank is noticed later. What happens depends on that rank
@@ -78,13 +110,16 @@ so a step that raises on one rank is noticed later. What happens depends on that
 """
 
 
+def cell(outcome: Outcome, reference: Outcome) -> str:
+    """Return what became of the job, with a mark if torch raised an error."""
+    torchs = outcome.mode != "ddp" and any(rank.is_torchs for rank in outcome.others)
+    return verdict(outcome, reference) + " °" * torchs
+
+
 def main() -> None:
     modes = ("ddp", *MODES)
     with some_hosts() as hosts, tempfile.TemporaryDirectory() as folder:
-        references = {
-            name: run_trial(modes, fault, hosts, Path(folder) / f"reference {name}", patience=60)
-            for name, fault in REFERENCES.items()
-        }
+        references = References(modes, hosts, Path(folder) / "references")
         page = ROOT / "docs" / "faults.md"
         old = page.read_text().splitlines() if sys.argv[1:] else []
         rows = []
@@ -98,7 +133,7 @@ def main() -> None:
             outcomes = run_named(name, ran, hosts, Path(folder) / str(number))
             right = references[trial.reference]
             cells = [
-                verdict(outcomes[mode][0], right[mode][0]) if mode in ran else "" for mode in modes
+                cell(outcomes[mode][0], right[mode][0]) if mode in ran else "" for mode in modes
             ]
             rows.append(f"| {name} | {' | '.join(cells)} |")
             print(rows[-1], flush=True)

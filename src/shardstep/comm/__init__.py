@@ -12,6 +12,7 @@ from shardstep.comm.api import (
     all_gather_json,
     all_gather_rows,
     broadcast,
+    naming,
     span,
 )
 from shardstep.comm.group import GroupComm, connect, refuse_stray_rank
@@ -27,6 +28,7 @@ __all__ = [
     "all_gather_rows",
     "broadcast",
     "connect",
+    "naming",
     "refuse_stray_rank",
     "span",
 ]

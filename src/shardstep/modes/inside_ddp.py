@@ -13,7 +13,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from shardstep.comm import Comm, all_gather_json
+from shardstep.comm import Comm, all_gather_json, naming
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.comm.join import JoinContext
 from shardstep.gather import OverlappedGather, ParamGather
@@ -330,7 +330,8 @@ class BucketStepper:
         if self._step is None:
             self._begin()
         reduction = self._waiting.popleft()
-        value = reduction.future.wait()
+        with naming(f"rank {mode.comm.group_rank}: waiting for DDP's hook"):
+            value = reduction.future.wait()
         result = value[0] if isinstance(value, Sequence) else value
         grads = {}
         for index, offset in zip(reduction.params, reduction.offsets, strict=True):
