@@ -179,7 +179,6 @@ TRIALS: dict[str, Trial] = {
 }
 
 THREE = (
-    "a rank is killed in construct",
     "a rank is killed in backward",
     "a rank is killed in step",
     "a rank is killed at a random moment (0)",
