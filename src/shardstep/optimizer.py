@@ -212,9 +212,7 @@ class ZeroRedundancyOptimizer(ModeFront):
         result = self.mode.step(closure, **kwargs)
         set_to_none = self.mode.local.clears_to_none
         if set_to_none is not None:
-            # Gradients that DDP has reduced to their owners cannot be set to zero.
-            in_ddp = isinstance(self.mode, InsideDDP) and self.mode.reduces_gradients
-            self.zero_grad(set_to_none or in_ddp)
+            self.zero_grad(set_to_none or not self.mode.zeroes_in_place)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

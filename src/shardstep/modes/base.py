@@ -74,6 +74,9 @@ class Mode(ShardView):
     reduces_gradients = False
     """True if this optimizer reduces gradients to their owners, and not DDP or the user."""
 
+    zeroes_in_place = True
+    """True if gradients can be set to zero, not only to None."""
+
     def __init__(self, comm: Comm, join: JoinContext, module: torch.nn.Module | None) -> None:
         self.comm = comm
         self.gather_comm = comm
@@ -372,6 +375,14 @@ class Mode(ShardView):
             # The pipeline may be another one by now.
             if not nested:
                 self.pipeline.gradients.resume()
+
+    @property
+    def inside_ddp(self) -> Any:
+        """This mode, as DDP's hooks drive it."""
+        raise ValueError(
+            "this hook steps the optimizer inside backward, so the optimizer must be constructed "
+            "with overlap_with_ddp=True"
+        )
 
     def detach(self) -> None:
         """Restore plain parameters and remove all hooks. Called on every rank."""

@@ -235,11 +235,7 @@ def _check(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> Ins
             f"library, not {type(ddp).__name__} and {type(zero).__name__}; without DDP, "
             "construct the optimizer with module="
         )
-    if not isinstance(zero.mode, InsideDDP):
-        raise ValueError(
-            "this hook steps the optimizer inside backward, so the optimizer must be constructed "
-            "with overlap_with_ddp=True"
-        )
+    mode: InsideDDP = zero.mode.inside_ddp
     if not set(_ranks(zero.process_group)) <= set(_ranks(ddp.process_group)):
         raise ValueError(
             f"the optimizer's process group, of ranks {_ranks(zero.process_group)}, reaches beyond "
@@ -265,7 +261,7 @@ def _check(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> Ins
                 f"parameter {name!r} of the DDP module trains but is in DDP's parameters_to_ignore,"
                 " so no hook would see its gradient; freeze it, or let DDP have it"
             )
-    return zero.mode
+    return mode
 
 
 def _check_wire(zero: "ZeroRedundancyOptimizer") -> None:

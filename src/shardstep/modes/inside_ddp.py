@@ -66,6 +66,7 @@ class InsideDDP(Mode):
         if reduce:
             self.comm = self.comm.new_connection()
         self.reduces_gradients = reduce
+        self.zeroes_in_place = not reduce
         params = self.pipeline.params
         gradients, gather = self.make_gradients(params), self.make_gather(params)
         self.pipeline = replace(self.pipeline, gradients=gradients, gather=gather)
@@ -210,6 +211,11 @@ class InsideDDP(Mode):
                 "with overlap_with_ddp=True the step is taken inside DDP's backward, but none was: "
                 "register the hook with ddp.register_comm_hook(...)"
             )
+
+    @property
+    @override
+    def inside_ddp(self) -> InsideDDP:
+        return self
 
     @override
     def detach(self) -> None:
