@@ -131,7 +131,7 @@ def _goes_on(view: bool, steps: range, saved: Any, values: Any) -> tuple[Any, An
     return (opt.state_dict() if opt.rank == 0 else None), copies(module.parameters())
 
 
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("view", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chain", [(1, 2), pytest.param((2, 4, 3), marks=pytest.mark.slow)])
 def test_numbers_and_state_are_those_of_the_unsharded_classes_at_any_number_of_ranks(
     chain: tuple[int, ...], view: bool

@@ -81,7 +81,7 @@ def _setup(backend: str | None = None) -> tuple[_Blocks, ZeroRedundancyOptimizer
     )
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @on_ranks(2, timeout=110)
 def test_compiled_blocks_keep_the_overlap(backend: str) -> None:
     plain, opt = _setup()

@@ -147,6 +147,7 @@ def power_state() -> Any:
     return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_any_communication_hook_gives_the_numbers_of_ddp() -> None:
     hooks = (allreduce_hook, default_hooks.fp16_compress_hook, bf16, at_once)

@@ -163,7 +163,7 @@ WHOLE: list[Kind] = [
 ]
 
 
-@scenario(many=True, kinds=[SGD])
+@scenario(many=True, kinds=[SGD], slow=True)
 def every_kind_of_optimizer(new: New) -> list[Tensor]:
     return [tensor for kind in CLASSES for tensor in trained(new, MLP_PROBLEM, 3, kind=kind)]
 
@@ -186,7 +186,7 @@ class ClearsToZero(optim.SGD):
         return result
 
 
-@scenario(many=True)
+@scenario(many=True, slow=True)
 def a_class_that_clears_its_gradients(new: New) -> list[Tensor]:
     seen = []
     for kind in (ClearsToNone, ClearsToZero):

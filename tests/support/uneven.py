@@ -61,7 +61,7 @@ def a_rank_without_any_input(setup: Setup) -> None:
 PLAIN_SGD = (optim.SGD, {"lr": 0.05})
 
 
-@scenario(ranks=RANKS, kinds=[PLAIN_SGD])
+@scenario(ranks=RANKS, kinds=[PLAIN_SGD], slow=True)
 def uneven_inputs_in_every_epoch(setup: Setup) -> None:
     """Momentum would not do: that of DDP's joined ranks is not updated."""
     joined(setup, 2 + 2 * rank())
