@@ -21,8 +21,7 @@ from shardstep.gradients import GradientSource
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
 from shardstep.params.module import ModuleBuffers
-from shardstep.params.shard import Shard
-from shardstep.params.sharded_params import ShardedParams
+from shardstep.params.sharded_params import Shard, ShardedParams
 
 T = TypeVar("T")
 Closure = Callable[[], float]

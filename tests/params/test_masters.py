@@ -28,7 +28,7 @@ from torch import nn, optim
 from torch.distributed.algorithms.join import Join
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
-from shardstep.params.shard import CHUNK
+from shardstep.params.step_tensors import CHUNK
 
 
 @on_ranks(1, 2)

@@ -1,8 +1,7 @@
-"""This rank's pieces, as tensors that the local optimizer steps on.
+"""Step tensors: in place of 16-bit pieces, the local optimizer steps on the same elements in fp32.
 
-In place of 16-bit pieces it steps on the same elements in fp32. Two kinds implement `StepTensors`.
-`Masters` are kept from step to step, and the model sees them rounded. `StepCopies` exist during a
-step only, and are rounded stochastically.
+Two kinds implement `StepTensors`. `Masters` are kept from step to step, and the model sees them
+rounded. `StepCopies` exist during a step only, and are rounded stochastically.
 
 Note [Writes to a parameter that has a master]
 
@@ -17,28 +16,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import groupby
 
 import torch
 from typing_extensions import override
 
-from shardstep.params.dtensor import is_dtensor, local_part
+from shardstep.params.dtensor import local_part
 from shardstep.params.flat import flat
 from shardstep.params.stochastic_rounding import StochasticRounding
 from shardstep.plan import Piece
 from shardstep.plan.placement import aligned
-
-FreeMemory = Callable[[torch.Tensor, int], None]
-"""Given a tensor and an address, moves the tensor's state away from that address."""
 
 CHUNK, ACCELERATOR_CHUNK = 1 << 18, 1 << 22
 """Elements compared at a time: few enough to stay in a CPU's cache, or to take little memory."""
 
 
 class StepTensors(ABC):
-    """This rank's pieces in a wider dtype, back to back in one flat tensor per bucket."""
+    """This rank's pieces in a wider dtype, back to back in one flat tensor per bucket.
+
+    Attributes:
+        needed: False if there is nothing to do in a step.
+    """
 
     def __init__(
         self,
@@ -47,6 +46,7 @@ class StepTensors(ABC):
         dtypes: Mapping[int, torch.dtype],
         flat_param: Callable[[int], torch.Tensor],
     ) -> None:
+        self.needed = bool(pieces)
         self._flat_param = flat_param
         self._pieces = sorted(pieces, key=lambda piece: (piece.bucket, piece.bucket_offset))
         self._params = params
@@ -207,6 +207,7 @@ class StepCopies(StepTensors):
         rounding: StochasticRounding,
     ) -> None:
         super().__init__(pieces, params, dtypes, flat_param)
+        self.needed = True  # steps are counted on every rank
         self._rounding = rounding
         self.repoint()
 
@@ -285,103 +286,3 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
         for tensor in (a, b)
     )
     return torch.equal(a.view(torch.int64), b.view(torch.int64)) if fits else torch.equal(a, b)
-
-
-class Shard:
-    """The tensors that one rank's optimizer steps on.
-
-    A part of a parameter is a flat view of it. An entire parameter is itself, so that the optimizer
-    finds `param.grad` and keys its state as the user expects. With `separate`, it is another tensor
-    on the same memory, because `param.grad` is not the gradient to step on. A DTensor is
-    represented by its local tensor, and a piece in `wide` by its wider step tensor.
-    """
-
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        params: Sequence[torch.Tensor],
-        separate: bool,
-        wide: StepTensors,
-    ) -> None:
-        self._params = params
-        self._separate = separate
-        self.wide = wide
-        self.pieces = pieces
-        self._tensors = {piece.param: self._make(piece) for piece in pieces}
-        self.views = [(piece, each) for piece, each in self if each is not params[piece.param]]
-        self._widened = [(piece, tensor) for piece, tensor in self if piece.param in wide]
-        self._point(())
-
-    def _make(self, piece: Piece) -> torch.Tensor:
-        param = self._params[piece.param]
-        separate = self._separate or piece.param in self.wide or is_dtensor(param)
-        if piece.entire and not separate:
-            return param
-        made = torch.nn.Parameter(self._view(piece), requires_grad=param.requires_grad)
-        # A class may read options that the user has set as attributes of a parameter.
-        vars(made).update(vars(param))
-        return made
-
-    def _view(self, piece: Piece) -> torch.Tensor:
-        """Return the piece's memory: in its parameter, or in its wider step tensor."""
-        if piece.param in self.wide:
-            return self.wide.place(piece)
-        param = local_part(self._params[piece.param])
-        return param.detach() if piece.entire else flat(param)[piece.param_interval.slice]
-
-    def __iter__(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Yield each piece with the tensor that is stepped on, by parameter number."""
-        return ((piece, self._tensors[piece.param]) for piece in self.pieces)
-
-    def in_group(self, params: range) -> list[tuple[int, torch.Tensor]]:
-        """Return the tensors of these parameters, each with its parameter's number."""
-        return [(index, self._tensors[index]) for index in params if index in self._tensors]
-
-    def repoint(self) -> None:
-        """Point at the memory that the parameters have now; the tensor objects stay."""
-        self.wide.repoint()
-        self._point(self.views)
-
-    def _point(self, views: Iterable[tuple[Piece, torch.Tensor]]) -> None:
-        """Point these tensors at their pieces, and remember the addresses of all."""
-        for piece, tensor in views:
-            tensor.data = self._view(piece)
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors.values()]
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Give every step tensor its parameter's value; at the end free memory of the step."""
-        if self.wide.refresh():
-            self._point(self._widened)
-        try:
-            yield
-        finally:
-            if self.wide.release():
-                self._point(self._widened)
-
-    def write_back(self, free_memory: FreeMemory, among: Container[int] | None = None) -> bool:
-        """Write back step tensors of these parameters. Return True if a parameter has moved.
-
-        `free_memory` is called for each tensor that the optimizer pointed at other memory.
-        """
-        moved = self._copy_reassigned(free_memory)
-        self.wide.write_back(among)
-        return moved
-
-    def _copy_reassigned(self, free_memory: FreeMemory) -> bool:
-        """Copy back views that the optimizer pointed at other memory by assigning `p.data`.
-
-        Return True if `p` was a parameter, which has moved now.
-        """
-        before = zip(self._tensors.items(), self._addresses, strict=True)
-        moved = [(n, each, address) for (n, each), address in before if each.data_ptr() != address]
-        if not moved:
-            return False
-        for _, tensor, address in moved:
-            free_memory(tensor, address)
-        numbers = {number for number, _, _ in moved}
-        for piece, tensor in self.views:
-            if piece.param in numbers:
-                self._view(piece).copy_(tensor.detach())
-        self.repoint()
-        return any(tensor is self._params[number] for number, tensor, _ in moved)
