@@ -24,7 +24,6 @@ ORDER = (
     "layouts",
     "state",
     "report",
-    "pipeline",
     "modes",
     "optimizer",
     "elastic",

@@ -128,8 +128,8 @@ class ZeroRedundancyOptimizer(ModeFront):
         self._consolidated: Consolidated | None = None
         # The local optimizer knows the class and its options, so torch's constructor comes later.
         self._param_groups: list[dict[str, Any]] = []
+        self._join = join = JoinContext(self)
         Joinable.__init__(self)
-        join = JoinContext(self)
         if module is not None:
             self.mode: Mode = ModuleMode(
                 comm, join, module, overlap, broadcast_buffers, recoverable
@@ -210,7 +210,7 @@ class ZeroRedundancyOptimizer(ModeFront):
             **kwargs: passed on to the local optimizer's `step`, whose result is returned.
         """
         result = self.mode.step(closure, **kwargs)
-        set_to_none = self.mode.local.clears_to_none
+        set_to_none = self.mode.pipeline.local.clears_to_none
         if set_to_none is not None:
             self.zero_grad(set_to_none or not self.mode.zeroes_in_place)
         return result

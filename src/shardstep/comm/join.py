@@ -18,19 +18,23 @@ class JoinContext:
     """The `Join` context that an optimizer takes part in, if any.
 
     Attributes:
+        config: the configuration that `Join` gives each object in it.
+        enabled: whether a `Join` context is active.
         shadowing: whether this rank has run out of data and shadows a step of the others.
         source: the first rank that had data at the last announcement.
     """
 
+    config: Any
+
     def __init__(self, joinable: Joinable) -> None:
         self._joinable = joinable
+        self.enabled = False
         self.shadowing = False
         self.source = 0
 
-    @property
-    def enabled(self) -> bool:
-        """True while a `Join` context is active."""
-        return bool(self._joinable._join_config.enable)
+    def enter(self, config: Any) -> None:
+        """Take another configuration."""
+        self.config, self.enabled = config, config.enable
 
     def notify(self) -> None:
         """Tell joined ranks that this one still has data. Called on every rank that has."""
@@ -54,7 +58,7 @@ class JoinContext:
             RuntimeError: on every rank, if ranks announce different actions.
         """
         if own is not None:
-            if not self._joinable._join_config.is_first_joinable:
+            if not self.config.is_first_joinable:
                 raise RuntimeError(
                     "an optimizer with module= must be the first in Join([...]): joined ranks "
                     "shadow its actions"

@@ -100,17 +100,6 @@ def runs_outside_python(module: torch.nn.Module) -> bool:
     return scripted or _compiled_elsewhere
 
 
-def is_recorded() -> bool:
-    """Return whether torch records the running code: for an export, a trace, or with fake tensors.
-
-    A rank may do that alone, so nothing may be sent meanwhile.
-    """
-    modes = torch._C._TorchDispatchModeKey
-    return torch._C._is_tracing() or any(
-        torch._C._get_dispatch_mode(mode) is not None for mode in (modes.FAKE, modes.PROXY)
-    )
-
-
 def watch_compiler(listener: Callable[[bool], None]) -> None:
     """From now on, call `listener` when torch.compile starts, with True if in a compiled part."""
     global _watching, _compiled_elsewhere

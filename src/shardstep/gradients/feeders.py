@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
-from operator import is_
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -37,6 +36,18 @@ class Taken(NamedTuple):
     kept: set[int]
     cleared: Sequence[int]
     memory: Sequence[torch.Tensor | None] = ()
+
+
+class Present(NamedTuple):
+    """The gradients that there are.
+
+    Attributes:
+        types: the types of `param.grad`: of gradients, placeholders and None.
+        kept: the parameters whose gradient was sent and not cleared: equal on every rank.
+    """
+
+    types: set[type]
+    kept: set[int]
 
 
 class Feeder:
@@ -73,39 +84,34 @@ class Feeder:
         """Feed the reducer no longer: remove hooks and placeholders."""
         self._let_go()
 
-    def grad_types(self) -> set[type]:
-        """Return the types of `param.grad` that there are: of gradients, placeholders and None.
+    def present(self) -> Present:
+        """Return the gradients that there are.
 
         Raises:
             RuntimeError: if a parameter was given the placeholder of another one.
         """
-        grads = self._grads()
-        types = set(map(type, grads))
-        own = self._placeholders.values()
-        if ShardedGrad in types and not all(map(is_, grads, own)):
-            for grad, placeholder in zip(grads, own, strict=True):
-                if isinstance(grad, ShardedGrad) and grad is not placeholder:
-                    raise RuntimeError(
-                        f"parameter {placeholder.param_name!r} was given the placeholder of the "
-                        f"sharded gradient of parameter {grad.param_name!r}, which holds no "
-                        f"numbers; give it optimizer.full_grad({grad.param_name!r}), called on "
-                        "every rank"
-                    )
-        return types
-
-    def _grads(self) -> list[torch.Tensor | None]:
         # Parameters in flight, which this backward pass may not use, are not waited for.
         with torch._C.DisableTorchFunctionSubclass():
-            return [param.grad for param in self._training]
-
-    def kept(self) -> set[int]:
-        """Return the parameters whose gradient was sent and not cleared: equal on every rank."""
-        found = zip(self._trained, self._grads(), self._placeholders.values(), strict=True)
-        return {index for index, grad, own in found if grad is own} - self.aside
+            grads = [param.grad for param in self._training]
+        types = set(map(type, grads))
+        if ShardedGrad not in types:
+            return Present(types, set())
+        sent = set()
+        for grad, (index, placeholder) in zip(grads, self._placeholders.items(), strict=True):
+            if grad is placeholder:
+                sent.add(index)
+            elif isinstance(grad, ShardedGrad):
+                raise RuntimeError(
+                    f"parameter {placeholder.param_name!r} was given the placeholder of the "
+                    f"sharded gradient of parameter {grad.param_name!r}, which holds no "
+                    f"numbers; give it optimizer.full_grad({grad.param_name!r}), called on "
+                    "every rank"
+                )
+        return Present(types, sent - self.aside)
 
     def keep(self, params: Iterable[int]) -> None:
         """Clear the reduced gradients of all other parameters, as ranks that have data did."""
-        for index in self.kept().difference(params):
+        for index in self.present().kept.difference(params):
             self._params[index].grad = None
 
     def take(self, params: Sequence[int]) -> Taken:
@@ -129,12 +135,6 @@ class Feeder:
 
     def check_change(self) -> None:
         """Refuse to change gradients, if the step was taken already."""
-
-    def clear(self) -> None:
-        """Leave no gradient and no placeholder in `param.grad`."""
-        for param, placeholder in zip(self._training, self._placeholders.values(), strict=True):
-            param.grad = None
-            placeholder.incoming = None
 
 
 class AutogradFeeder(Feeder):
@@ -204,11 +204,6 @@ class AutogradFeeder(Feeder):
             self._placeholders[param].incoming = grad
             self._params[param].grad = self._placeholders[param]
             self.aside.add(param)
-
-    @override
-    def clear(self) -> None:
-        super().clear()
-        self.aside.clear()
 
 
 class DDPFeeder(Feeder):

@@ -143,7 +143,6 @@ class GradReducer(ShardNorms):
                 return
             current = self._round
             if current is None:
-                self._feeder.grad_types()  # raises if one is wrong
                 self.announce("round")
                 current = self._begin_round()
             lane = self.lanes.number_of[param]
@@ -227,9 +226,9 @@ class GradReducer(ShardNorms):
         self._leave_backward()
 
     def _begin_round(self) -> _Round:
+        self._lockstep.kept = len(self._feeder.present().kept)
         self.lanes.wait()
         self._norms.clear()
-        self._lockstep.kept = len(self._feeder.kept())
         if self._lockstep.kept:
             self.used.fold()
         else:
@@ -286,13 +285,13 @@ class GradReducer(ShardNorms):
         counts, as for any optimizer.
         """
         self._finish_interrupted()
-        types = self._feeder.grad_types()
+        types = self._feeder.present().types
         due = types == {NoneType} or not types <= {ShardedGrad, NoneType}  # cleared or replaced
         if due or self._phase is not Phase.COLLECTED:
             if self._phase is Phase.OWED or due:
                 self.announce("round")
                 self.shadow_round()
-                types = self._feeder.grad_types()
+                types = self._feeder.present().types
             self.lanes.wait()
             used = self.used.among(self.lanes.held)
             for param, tensor in self._pieces.items():
@@ -323,10 +322,9 @@ class GradReducer(ShardNorms):
         The rest of such a round is sent all the same: other ranks may have finished it.
         """
         if not set_to_none:
+            self._feeder.check_zeroing()
             self.announce("zero")
         with self._lock:
-            if not set_to_none:
-                self._feeder.check_zeroing()
             self._finish_interrupted()
             self.lanes.wait()
             self._drop() if set_to_none else self.zero_some(self.trained)
@@ -375,7 +373,8 @@ class GradReducer(ShardNorms):
 
     def _drop(self) -> None:
         """Leave no gradient and no placeholder."""
-        self._feeder.clear()
+        for index, placeholder in self.placeholders.items():
+            self.params[index].grad = placeholder.incoming = None
         for tensor in self._pieces.values():
             tensor.grad = None
         self.lanes.drop()
@@ -410,7 +409,8 @@ class GradReducer(ShardNorms):
     def announce(self, kind: str, arguments: Callable[[], list[Any]] = list) -> None:
         if self._join is not None and self._join.enabled and not self._join.shadowing:
             # Clearing gradients is not announced; all ranks act on those that were not cleared.
-            self._join.announce(self._comm, [kind, sorted(self._feeder.kept()), arguments()])
+            action = [kind, sorted(self._feeder.present().kept), arguments()]
+            self._join.announce(self._comm, action)
 
     def shadow_round(self) -> None:
         """Take part in a round with whatever gradients there are. Called on every rank."""

@@ -132,14 +132,15 @@ class LocalOptimizer:
         """Take a step of the optimizer, with a closure only if there is one."""
         if closure is not None:
             kwargs["closure"] = closure
-        try:
-            filled = self._no_empty_groups(self.optim, gradients_follow=closure is not None)
-            with filled, _without_global_hooks():
-                result = self.optim.step(**kwargs)
-            self._stepped = True
-            return result
-        finally:
-            self.mark_changed()
+        with self.exposed_options():
+            try:
+                filled = self._no_empty_groups(self.optim, gradients_follow=closure is not None)
+                with filled, _without_global_hooks():
+                    result = self.optim.step(**kwargs)
+                self._stepped = True
+                return result
+            finally:
+                self.mark_changed()
 
     def set_mode(self, mode: str, /, *args: Any, **kwargs: Any) -> None:
         """Call the optimizer's `train` or `eval`."""
@@ -197,8 +198,8 @@ class LocalOptimizer:
             raise ValueError(edit)
 
     @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Take the exposed options over, and publish in the end those that a step has changed."""
+    def exposed_options(self) -> Iterator[None]:
+        """Take the exposed options over, and publish in the end those that have changed."""
         self.push_options()
         try:
             yield

@@ -16,16 +16,16 @@ from shardstep.comm.consensus import check_same_on_all_ranks, run_on_all_ranks
 from shardstep.comm.join import JoinContext
 from shardstep.gather import ImmediateGather, ParamGather
 from shardstep.gradients import FullGradients, GradientSource
-from shardstep.gradients.lockstep import Lockstep, OutOfStepError
+from shardstep.gradients.lockstep import Lockstep
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
 from shardstep.modes.frozen import FrozenPieces
+from shardstep.modes.pipeline import HiddenGradients, Pipeline, Stepper
 from shardstep.modes.planner import Planned, Planner, Settings
 from shardstep.params.inputs import describe_options, parameters
 from shardstep.params.module import ModuleBuffers, ModuleWatch
 from shardstep.params.names import names_in, unwrapped
 from shardstep.params.sharded_params import ShardedParams
-from shardstep.pipeline import Closure, HiddenGradients, Pipeline
 from shardstep.plan import ShardPlan
 from shardstep.precision import warn_of_16_bits
 from shardstep.state.replan import (
@@ -34,13 +34,12 @@ from shardstep.state.replan import (
     refuse_lost_state,
     refuse_other_shapes,
 )
-from shardstep.state.view import ShardView
 
 CONSTRUCTING = "constructing ZeroRedundancyOptimizer"
 FOLLOWING = "following a change of the parameters"
 
 
-class Mode(ShardView):
+class Mode(Stepper):
     """One way of using the optimizer: how gradients arrive and how parameters leave.
 
     A mode owns the pipeline of the plan in force. When the plan changes, it builds another pipeline
@@ -51,7 +50,6 @@ class Mode(ShardView):
         known_module: the module that the parameters are known to belong to, outside of wrappers.
         watched: the module into which no other parameters may be put.
         groups: the parameter groups that the user sees.
-        lockstep: compares the ranks' positions and options.
         watch: sees parameters that are put into the known module.
         buffers: the buffers that are sent with each step.
     """
@@ -158,17 +156,13 @@ class Mode(ShardView):
         gather = self.make_gather(params)
         return Pipeline(params, self.make_gradients(params), local, gather, self.buffers)
 
-    def follow(self, stepping: bool = False) -> None:
-        """Adapt to changes of the parameters since the last step. Called on every rank.
-
-        Data that only moved is this rank's own affair. Freezing, unfreezing, or another dtype or
-        device change the plan, and must be done on every rank. Ranks that changed different
-        things raise. A rank that changed nothing does not know, and waits until the timeout of the
-        process group.
-        """
+    @override
+    def adapt(self, stepping: bool) -> None:
+        # Data that only moved is this rank's own affair. Freezing, unfreezing, or another dtype or
+        # device change the plan, and must be done on every rank. Ranks that changed different
+        # things raise. A rank that changed nothing does not know, and waits until the timeout of
+        # the process group.
         params = self.pipeline.params
-        if params.unchanged():
-            return
         self.pipeline.gather.wait()
         if params.hand_edit() is not None:
             self.replan(FOLLOWING, self.planner.plan)  # raises on every rank
@@ -288,29 +282,6 @@ class Mode(ShardView):
 
     # ----------------------------------------------------------------------------------- the step
 
-    def step(self, closure: Closure | None = None, **kwargs: Any) -> float | None:
-        """Take one step. Called on every rank."""
-        try:
-            if closure is not None:
-                closure = evaluated(closure)
-            self.before_step()
-            self.follow(stepping=True)
-            return self.pipeline.step(closure, **kwargs)
-        except OutOfStepError:
-            raise
-        except BaseException:
-            self.lockstep.raised += 1
-            raise
-        finally:
-            self.lockstep.steps += 1
-
-    def before_step(self) -> None:
-        """Check that all ranks are at the same step with the same options. Called on every rank.
-
-        Ranks that have data let joined ranks take part.
-        """
-        raise NotImplementedError
-
     def recover(self) -> None:
         """Give up the batch that failed on a rank. Called on every rank."""
         raise RuntimeError(
@@ -345,7 +316,8 @@ class Mode(ShardView):
             with pipeline.stepping():
                 frozen.remember()
                 pipeline.local.mark_changed()
-                pipeline.update(HiddenGradients(pipeline.params.shard), act)
+                with pipeline.local.exposed_options():
+                    pipeline.update(HiddenGradients(pipeline.params.shard), act)
 
         try:
             run_on_all_ranks(self.comm, "apply()", act_here)
@@ -353,9 +325,6 @@ class Mode(ShardView):
             pipeline.mark_changed(pipeline.params.trained)
             pipeline.gather.launch()
             frozen.send_changed()
-
-    def after_zero_grad(self) -> None:
-        """Adapt to parameters that are frozen now and had a gradient, if this mode does."""
 
     def ready_gradients(self) -> GradientSource:
         """Return the gradient source, to read or change gradients. Called on every rank."""
@@ -387,13 +356,3 @@ class Mode(ShardView):
     def detach(self) -> None:
         """Restore plain parameters and remove all hooks. Called on every rank."""
         self.pipeline.detach(self.pipeline.params.trained)
-
-
-def evaluated(closure: Closure) -> Closure:
-    """Evaluate a closure, and return one that gives the result to the first who asks.
-
-    Before the step: its gradients and those that `no_sync()` held back are then reduced together.
-    """
-    with torch.enable_grad():
-        losses = [closure()]
-    return lambda: losses.pop() if losses else closure()

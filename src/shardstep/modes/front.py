@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
+from shardstep.comm.join import JoinContext
 from shardstep.layouts.state_size import tensor_nbytes
 from shardstep.local.multi_class import optimizer_name
 from shardstep.modes.base import Mode
@@ -30,6 +31,7 @@ class ModeFront(Optimizer, Joinable):
     """
 
     mode: Mode
+    _join: JoinContext
     process_group: dist.ProcessGroup | None
 
     @property
@@ -127,6 +129,15 @@ class ModeFront(Optimizer, Joinable):
         return f"{type(self).__name__} (\n{head}\n{here}\n{groups}"
 
     # ------------------------------------------------------------------------------- uneven inputs
+
+    @property
+    def _join_config(self) -> Any:
+        """The `Join` context, if any. Torch assigns it here, and asks for it."""
+        return self._join.config
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self._join.enter(config)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook by which a rank without data shadows the others; takes no options.

@@ -20,7 +20,6 @@ from typing_extensions import override
 from shardstep.comm import Comm, Operation, all_gather_json, broadcast
 from shardstep.comm.join import JoinContext
 from shardstep.gather import OverlappedGather, ParamGather
-from shardstep.gather.compiled import is_recorded
 from shardstep.gradients import AutogradFeeder, GradientSource, GradReducer
 from shardstep.gradients.feeders import refuse_watched
 from shardstep.modes.base import FOLLOWING, Mode
@@ -151,7 +150,7 @@ class ModuleMode(Mode):
         # A part may train while the root evaluates. A model of which no part trains changes no
         # buffers, and may be run on some ranks only.
         trains = torch.is_grad_enabled() and any(part.training for part in module.modules())
-        if not trains or is_recorded():
+        if not trains or _is_recorded():
             return
         self.watch.check(self.pipeline.params.params)
         self._reducer.check_forward()
@@ -165,7 +164,7 @@ class ModuleMode(Mode):
         self.buffers.differ = not self._reducer.paused
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or is_recorded():
+        if not torch.is_grad_enabled() or _is_recorded():
             return
         for tensor in tree_leaves(output):
             # Not on a leaf, such as a parameter that the module returns: it outlives the pass and
@@ -186,7 +185,8 @@ class ModuleMode(Mode):
             # Reductions that are still to be announced come before the step. Notes travel with
             # every round of them.
             self._reducer.collect()
-            self._reducer.announce("step", lambda: [options_of(self.groups)])
+            if self.join.enabled:
+                self._reducer.announce("step", lambda: [options_of(self.groups)])
 
     @override
     def recover(self) -> None:
@@ -219,9 +219,9 @@ class ModuleMode(Mode):
         and has to: a rank without gradients does not know whether others have some. So can another
         memory format. Joined ranks adapt when they shadow the step.
         """
-        if self.join.enabled or self.join.shadowing:
-            return
         params = self.pipeline.params
+        if self.join.enabled or self.join.shadowing or params.unchanged():
+            return
         with torch._C.DisableTorchFunctionSubclass():
             intact = params.storage.intact()
             waits = intact or self._reducer.has_gradients()
@@ -296,7 +296,7 @@ class ModuleMode(Mode):
     @override
     def end_join(self) -> None:
         # The last rank with data may have cleared gradients after its last step.
-        kept = all_gather_json(self.comm, sorted(self._feeder.kept()))
+        kept = all_gather_json(self.comm, sorted(self._feeder.present().kept))
         self._feeder.keep([index for index in kept[0] if all(index in each for each in kept)])
 
 
@@ -329,3 +329,14 @@ def check_membership(module: torch.nn.Module, params: Sequence[torch.Tensor]) ->
                 f"parameter {name!r} of the module trains but was not given to the optimizer, so "
                 "its gradient would not be synchronised; pass it too, or freeze it"
             )
+
+
+def _is_recorded() -> bool:
+    """Return whether torch records the running code: for an export, a trace, or with fake tensors.
+
+    A rank may do that alone, so nothing may be sent meanwhile.
+    """
+    modes = torch._C._TorchDispatchModeKey
+    return torch._C._is_tracing() or any(
+        torch._C._get_dispatch_mode(mode) is not None for mode in (modes.FAKE, modes.PROXY)
+    )

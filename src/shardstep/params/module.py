@@ -97,8 +97,9 @@ class ModuleBuffers:
         if self._module is not None:
             # `.data`, as under DDP: a backward pass to come may have saved them, and must not fail
             # on the ranks that were written to while the others wait for it.
-            buffers = (buffer.data for buffer in self._module.buffers())
-            broadcast(self._comm, buffers, self._join.source, Operation.BUFFERS)
+            buffers = [buffer.data for buffer in self._module.buffers()]
+            if buffers:
+                broadcast(self._comm, buffers, self._join.source, Operation.BUFFERS)
 
 
 class ModuleWatch:

@@ -2,8 +2,9 @@
 
     gradient -> bucket -> shard -> update -> shard -> bucket -> parameter
 
-`Pipeline.step` is the whole of it. A step that DDP's buckets drive, one at a time, and a change
-outside of a step (`apply`) go through the same stages.
+`Stepper.step` is the whole of it: ranks compare their positions, the plan follows changes of the
+parameters, and `Pipeline.step` runs the stages. A step that DDP's buckets drive, one at a time, and
+a change outside of a step (`apply`) go through the same stages.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import torch
 from shardstep.comm import span
 from shardstep.gather import ParamGather
 from shardstep.gradients import GradientSource
+from shardstep.gradients.lockstep import Lockstep, OutOfStepError
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
 from shardstep.params.module import ModuleBuffers
 from shardstep.params.sharded_params import Shard, ShardedParams
+from shardstep.state.view import ShardView
 
 T = TypeVar("T")
 Closure = Callable[[], float]
@@ -108,12 +111,17 @@ class Pipeline:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Surround one or several updates: parameters, masters and options are up to date.
+        """Surround one or several updates: parameters and masters are up to date.
 
         Entered on every rank.
+
+        Raises:
+            ValueError: if the user has changed which parameters the groups have.
         """
         self.gather.wait()
-        with self.local.stepping(), self.params.shard.stepping():
+        if (edit := self.params.hand_edit()) is not None:
+            raise ValueError(edit)
+        with self.params.shard.stepping():
             yield
 
     def update(
@@ -187,3 +195,58 @@ class _OneEvaluation:
         pipeline.gradients.collect()
         self.running = False
         return loss
+
+
+class Stepper(ShardView):
+    """Steps with the pipeline of the plan in force.
+
+    Attributes:
+        lockstep: compares the ranks' positions and options.
+    """
+
+    lockstep: Lockstep
+
+    def step(self, closure: Closure | None = None, **kwargs: Any) -> float | None:
+        """Take one step. Called on every rank."""
+        try:
+            if closure is not None:
+                closure = _evaluated(closure)
+            self.before_step()
+            self.follow(stepping=True)
+            return self.pipeline.step(closure, **kwargs)
+        except OutOfStepError:
+            raise
+        except BaseException:
+            self.lockstep.raised += 1
+            raise
+        finally:
+            self.lockstep.steps += 1
+
+    def before_step(self) -> None:
+        """Check that all ranks are at the same step with the same options. Called on every rank.
+
+        Ranks that have data let joined ranks take part.
+        """
+        raise NotImplementedError
+
+    def follow(self, stepping: bool = False) -> None:
+        """Adapt to changes of the parameters since the last step. Called on every rank."""
+        if not self.pipeline.params.unchanged():
+            self.adapt(stepping)
+
+    def adapt(self, stepping: bool) -> None:
+        """Attach the parameters again, or change the plan. Called on every rank."""
+        raise NotImplementedError
+
+    def after_zero_grad(self) -> None:
+        """Adapt to parameters that are frozen now and had a gradient, if this mode does."""
+
+
+def _evaluated(closure: Closure) -> Closure:
+    """Evaluate a closure, and return one that gives the result to the first who asks.
+
+    Before the step: its gradients and those that `no_sync()` held back are then reduced together.
+    """
+    with torch.enable_grad():
+        losses = [closure()]
+    return lambda: losses.pop() if losses else closure()
