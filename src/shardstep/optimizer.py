@@ -22,7 +22,8 @@ from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.local_optimizer import LocalState
 from shardstep.local.multi_class import no_defaults, refuse_new_class
 from shardstep.local.train_eval import MODES, has_train_eval
-from shardstep.modes import DropIn, InsideDDP, Mode, ModuleMode, Settings
+from shardstep.modes import DropIn, InsideDDP, Mode, ModuleMode
+from shardstep.modes.apply import apply
 from shardstep.modes.base import CONSTRUCTING
 from shardstep.modes.front import ModeFront, clip_limit
 from shardstep.modes.planner import Planned
@@ -151,9 +152,11 @@ class ZeroRedundancyOptimizer(ModeFront):
             layouts = Layouts(layout, recipe, comm.world_size, policy)
             # The local optimizer knows the class's defaults; they are taken over from it below.
             Optimizer.__init__(self, given.items(), {})
-            settings = Settings(recipe, layout, layouts, bucket_bytes, policy)
             warn = precision is None and module is None and self.rank == 0
-            return mode.plan_first(self.param_groups, settings, warn)
+            planned = mode.plan_first(self.param_groups, layouts, bucket_bytes, warn)
+            if module is not None:
+                layouts.refuse_sparse()
+            return planned
 
         mode.start(check_same_on_all_ranks(comm, CONSTRUCTING, make_plan))
         # Schedulers look in `defaults` for options such as "betas".
@@ -293,7 +296,7 @@ class ZeroRedundancyOptimizer(ModeFront):
             >>> weight.sum().item()
             0.0
         """
-        self.mode.apply(lambda: act(self.optim))
+        apply(self.mode, lambda: act(self.optim))
 
     if not TYPE_CHECKING:  # or the checker would accept any name
 
@@ -301,8 +304,8 @@ class ZeroRedundancyOptimizer(ModeFront):
             """Return `train` or `eval`, if a class here has them."""
             if name in MODES and self.__dict__.get("initialized") and has_train_eval(self.optim):
                 set_mode = self.mode.pipeline.local.set_mode
-                return lambda *args, **kwargs: self.mode.apply(
-                    lambda: set_mode(name, *args, **kwargs)
+                return lambda *args, **kwargs: apply(
+                    self.mode, lambda: set_mode(name, *args, **kwargs)
                 )
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 

@@ -283,7 +283,7 @@ def test_torch_s_loops_over_gradients_do_not_look_at_all_of_them_each_time() -> 
     zero = with_zero(MLP(depth=8), SGD)
     params = list(zero.module.parameters())
     zero.backward(0)
-    with mock.patch.object(Feeder, "_grads", autospec=True, side_effect=Feeder._grads) as look:
+    with mock.patch.object(Feeder, "present", autospec=True, side_effect=Feeder.present) as look:
         nn.utils.clip_grad_norm_(params, 1e-3, foreach=False)
         nn.utils.clip_grad_value_(params, 1e-4, foreach=False)
         for param in params:

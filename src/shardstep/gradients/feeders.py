@@ -84,11 +84,11 @@ class Feeder:
         """Feed the reducer no longer: remove hooks and placeholders."""
         self._let_go()
 
-    def present(self) -> Present:
+    def present(self, check: bool = True) -> Present:
         """Return the gradients that there are.
 
         Raises:
-            RuntimeError: if a parameter was given the placeholder of another one.
+            RuntimeError: if `check`, and a parameter was given the placeholder of another one.
         """
         # Parameters in flight, which this backward pass may not use, are not waited for.
         with torch._C.DisableTorchFunctionSubclass():
@@ -100,7 +100,7 @@ class Feeder:
         for grad, (index, placeholder) in zip(grads, self._placeholders.items(), strict=True):
             if grad is placeholder:
                 sent.add(index)
-            elif isinstance(grad, ShardedGrad):
+            elif check and isinstance(grad, ShardedGrad):
                 raise RuntimeError(
                     f"parameter {placeholder.param_name!r} was given the placeholder of the "
                     f"sharded gradient of parameter {grad.param_name!r}, which holds no "

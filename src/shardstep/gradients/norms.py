@@ -116,11 +116,6 @@ class ShardNorms(GradientSource):
         self._feeder.check_change()
         self.collect_once()
         self.announce("change", lambda: [operation, list(params), float(number)])
-        self.shadow_change(operation, params, number)
-
-    def shadow_change(self, operation: str, params: Sequence[int], number: Any) -> None:
-        """Change this rank's pieces of these gradients."""
-        self.collect_once()
         grads = self._to_change(params)
         if grads:
             CHANGES[operation](grads, number)
@@ -143,33 +138,6 @@ class ShardNorms(GradientSource):
     ) -> torch.Tensor:
         self.collect()
         self.announce("clip", lambda: [max_norm, norm_type, error_if_nonfinite, foreach])
-        return self.shadow_clip(max_norm, norm_type, error_if_nonfinite, foreach)
-
-    def unscale(
-        self, params: Sequence[int], found_inf: torch.Tensor, inv_scale: torch.Tensor
-    ) -> None:
-        """Unscale these gradients, with one verdict on all ranks. Called on every rank."""
-        self.collect()
-        self.announce("unscale", lambda: [list(params), inv_scale.item()])
-        self._unscale(params, found_inf, inv_scale)
-
-    def _unscale(
-        self, params: Sequence[int], found_inf: torch.Tensor, inv_scale: torch.Tensor
-    ) -> None:
-        grads = self._to_change(params)
-        if grads:
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-        everyone = all_gather_rows(self._comm, found_inf.reshape(1), Operation.UNSCALE)
-        found_inf.copy_(everyone.max())
-
-    def shadow_clip(
-        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
-    ) -> torch.Tensor:
-        """Clip the gradients of all ranks by their total norm. Called on every rank.
-
-        If asked to and the norm is not finite, every rank raises before anything is scaled.
-        """
-        self.collect()
         self._norms.clear()
         # Torch would raise for the largest element of an empty gradient, on its owner only.
         pieces = self._pieces.values()
@@ -180,14 +148,24 @@ class ShardNorms(GradientSource):
             own = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach).to(own)  # type: ignore[arg-type]
         everyone = all_gather_rows(self._comm, own.view(1), Operation.CLIP)
         norm: torch.Tensor = torch.linalg.vector_norm(everyone.view(-1), norm_type)
-        refuse_nonfinite(norm, norm_type, error_if_nonfinite)
+        refuse_nonfinite(norm, norm_type, error_if_nonfinite)  # before anything is scaled
         torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm, foreach)
         return norm
 
-    def shadow_unscale(self, params: Sequence[int], inv_scale: float) -> None:
-        """Take part in unscaling. Called on every rank."""
+    def unscale(
+        self, params: Sequence[int], found_inf: torch.Tensor, inv_scale: torch.Tensor
+    ) -> None:
+        """Unscale these gradients, with one verdict on all ranks. Called on every rank."""
         self.collect()
+        self.announce("unscale", lambda: [list(params), inv_scale.item()])
+        grads = self._to_change(params)
+        if grads:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        everyone = all_gather_rows(self._comm, found_inf.reshape(1), Operation.UNSCALE)
+        found_inf.copy_(everyone.max())
+
+    def shadow_unscale(self, params: Sequence[int], inv_scale: float) -> None:
+        """Take part in unscaling. Called on every joined rank."""
         device = self.params[params[0]].device
-        found_inf = torch.zeros((), device=device)
         scale = torch.tensor(inv_scale, device=device)
-        self._unscale(params, found_inf, scale)
+        self.unscale(params, torch.zeros((), device=device), scale)

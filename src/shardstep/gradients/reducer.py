@@ -144,7 +144,7 @@ class GradReducer(ShardNorms):
             current = self._round
             if current is None:
                 self.announce("round")
-                current = self._begin_round()
+                current = self._begin_round(check=True)
             lane = self.lanes.number_of[param]
             missing = current.missing[lane]
             if param in missing and final:
@@ -225,8 +225,8 @@ class GradReducer(ShardNorms):
             self._finish_round(self._round)
         self._leave_backward()
 
-    def _begin_round(self) -> _Round:
-        self._lockstep.kept = len(self._feeder.present().kept)
+    def _begin_round(self, check: bool = False) -> _Round:
+        self._lockstep.kept = len(self._feeder.present(check).kept)
         self.lanes.wait()
         self._norms.clear()
         if self._lockstep.kept:

@@ -117,12 +117,14 @@ class ShardedGrad(torch.Tensor):
         # that changes it would change the sum over ranks, and end the round.
         if act is not _same and in_backward != (act is _accumulate):
             act = None
-        grads = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
+        single = isinstance(args[0], torch.Tensor)
+        grads = [args[0]] if single else args[0]
         mixed = not all(isinstance(grad, ShardedGrad) for grad in grads)
-        if act is None or (mixed and act is not _zero_each):
+        if act is None or (mixed and act is not _zero):
             found = next(a for a in tree_leaves(args) if isinstance(a, ShardedGrad))
             raise found.refusal(operation)
-        return act(grads, *args[1:])
+        results = act(grads, *args[1:])
+        return (grads if results is None else results)[0] if single else results
 
     def refusal(self, operation: str) -> RuntimeError:
         """Return the error for an operation that needs the numbers."""
@@ -158,19 +160,17 @@ for _name in ("data_ptr", "numpy", "tolist", "item", "__dlpack__"):
 ShardedGrad.__reduce_ex__ = _make_refusal("pickling")  # type: ignore[method-assign]
 
 
-def _accumulate(grads: Sequence[ShardedGrad], new: torch.Tensor, *_: Any) -> ShardedGrad:
+# Each of these takes the gradients that an operation is called on. It returns a result for each of
+# them, or None for an operation in place.
+
+
+def _accumulate(grads: Sequence[ShardedGrad], new: torch.Tensor, *_: Any) -> None:
     (grad,) = grads
     # Not in place: autograd may hand the same tensor to another parameter. In the step's dtype.
     grad.incoming = new if grad.incoming is None else grad.incoming.to(grad.dtype) + new
-    return grad
 
 
-def _zero(grads: Sequence[ShardedGrad], *_: Any) -> ShardedGrad:
-    _zero_each(grads)
-    return grads[0]
-
-
-def _zero_each(grads: Sequence[torch.Tensor], *_: Any) -> None:
+def _zero(grads: Sequence[torch.Tensor], *_: Any) -> None:
     sharded = [grad for grad in grads if isinstance(grad, ShardedGrad)]
     for grad in grads:
         if not isinstance(grad, ShardedGrad):
@@ -186,61 +186,46 @@ def _unscale(
 
 def _norms(
     grads: Sequence[ShardedGrad], order: float = 2, dim: Any = None, keepdim: bool = False
-) -> Any:
+) -> list[torch.Tensor]:
     if dim not in (None, [], list(range(grads[0].ndim))) or order <= 0 or keepdim:
         kept = " with keepdim" if keepdim else ""
         raise grads[0].refusal(f"a norm of order {order} over {dim}{kept}")
     return grads[0].reducer.norms([grad.param for grad in grads], float(order))
 
 
-def _norm(grads: Sequence[ShardedGrad], *args: Any) -> Any:
-    return _norms(grads, *args)[0]
-
-
-def _make_change(*operations: str) -> Callable[..., Any]:
+def _make_change(*operations: str) -> Callable[..., None]:
     """Return an operation that changes gradients in place by a number each, in this order."""
 
-    def change(grads: Sequence[ShardedGrad], *numbers: Any) -> ShardedGrad:
+    def change(grads: Sequence[ShardedGrad], *numbers: Any) -> None:
         for operation, number in zip(operations, numbers, strict=False):
             several = isinstance(number, torch.Tensor) and number.ndim > 0
             if several or isinstance(number, (list, tuple)):
                 raise grads[0].refusal(f"{operation} with more than one number")
             if number is not None:
                 grads[0].reducer.change(operation, [grad.param for grad in grads], number)
-        return grads[0]
 
     return change
 
 
-def _make_list_change(operation: str) -> Callable[..., None]:
-    """Return the same for a list, which returns nothing."""
-    change = _make_change(operation)
-
-    def change_each(grads: Sequence[ShardedGrad], *numbers: Any) -> None:
-        change(grads, *numbers)
-
-    return change_each
-
-
-def _same(grads: Sequence[ShardedGrad], *_: Any) -> ShardedGrad:
-    return grads[0]
+def _same(grads: Sequence[ShardedGrad], *_: Any) -> None:
+    pass
 
 
 _ACTS: dict[Any, Callable[..., Any]] = {
     aten.add_: _accumulate,
     aten.zero_: _zero,
-    aten._foreach_zero_: _zero_each,
+    aten._foreach_zero_: _zero,
     aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
-    aten.linalg_vector_norm: _norm,
-    aten.norm: _norm,
+    aten.linalg_vector_norm: _norms,
+    aten.norm: _norms,
     aten._foreach_norm: _norms,
     aten.mul_: _make_change("mul_"),
     aten.div_: _make_change("div_"),
     aten.clamp_: _make_change("clamp_min_", "clamp_max_"),
-    aten._foreach_mul_: _make_list_change("mul_"),
-    aten._foreach_div_: _make_list_change("div_"),
-    aten._foreach_clamp_min_: _make_list_change("clamp_min_"),
-    aten._foreach_clamp_max_: _make_list_change("clamp_max_"),
+    aten._foreach_mul_: _make_change("mul_"),
+    aten._foreach_div_: _make_change("div_"),
+    aten._foreach_clamp_min_: _make_change("clamp_min_"),
+    aten._foreach_clamp_max_: _make_change("clamp_max_"),
     aten.detach: _same,
     aten.detach_: _same,
 }

@@ -53,10 +53,10 @@ class Layouts:
     def __init__(
         self, layout: str, recipe: OptimizerRecipe, world_size: int, precision: MixedPrecision
     ) -> None:
-        self._layout = layout
-        self._default = recipe
+        self.asked = layout
+        self.recipe = recipe
         self._world_size = world_size
-        self._precision = precision
+        self.precision = precision
         self._recipes: list[OptimizerRecipe] = []
         self._costs: dict[tuple[int, tuple[int, ...]], int] = {}
         self.choices: list[Choice] = []
@@ -132,12 +132,12 @@ class Layouts:
         self, recipe: OptimizerRecipe, params: Sequence[torch.Tensor], world_size: int
     ) -> Choice:
         shards = world_size * max(map(num_parts, params), default=1)
-        return choose(self._layout, recipe, params, shards, self._precision)
+        return choose(self.asked, recipe, params, shards, self.precision)
 
     def _recipe(self, group: Mapping[str, Any]) -> OptimizerRecipe:
         given = group.get(CLASS_KEY)
-        if given is None or given == full_name(self._default.optimizer_class):
-            return replace(self._default, group_options=group_options(group))
+        if given is None or given == full_name(self.recipe.optimizer_class):
+            return replace(self.recipe, group_options=group_options(group))
         check_class_of_group(given)
         return OptimizerRecipe(given, *split_options(given, group))
 

@@ -4,6 +4,5 @@ from shardstep.modes.base import Mode
 from shardstep.modes.drop_in import DropIn
 from shardstep.modes.inside_ddp import InsideDDP
 from shardstep.modes.module import ModuleMode
-from shardstep.modes.planner import Settings
 
-__all__ = ["DropIn", "InsideDDP", "Mode", "ModuleMode", "Settings"]
+__all__ = ["DropIn", "InsideDDP", "Mode", "ModuleMode"]

@@ -12,16 +12,16 @@ import torch
 from typing_extensions import override
 
 from shardstep.comm import Comm
-from shardstep.comm.consensus import check_same_on_all_ranks, run_on_all_ranks
+from shardstep.comm.consensus import check_same_on_all_ranks
 from shardstep.comm.join import JoinContext
 from shardstep.gather import ImmediateGather, ParamGather
 from shardstep.gradients import FullGradients, GradientSource
 from shardstep.gradients.lockstep import Lockstep
+from shardstep.layouts.choose import Layouts
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
-from shardstep.modes.frozen import FrozenPieces
-from shardstep.modes.pipeline import HiddenGradients, Pipeline, Stepper
-from shardstep.modes.planner import Planned, Planner, Settings
+from shardstep.modes.pipeline import Pipeline, Stepper
+from shardstep.modes.planner import Planned, Planner
 from shardstep.params.inputs import describe_options, parameters
 from shardstep.params.module import ModuleBuffers, ModuleWatch
 from shardstep.params.names import names_in, unwrapped
@@ -87,17 +87,26 @@ class Mode(Stepper):
 
     # ------------------------------------------------------------------------------ construction
 
-    def plan_first(self, groups: list[dict[str, Any]], settings: Settings, warn: bool) -> Planned:
-        """Check the parameters and plan their placement; nothing is done to them yet."""
+    def plan_first(
+        self,
+        groups: list[dict[str, Any]],
+        layouts: Layouts,
+        bucket_bytes: int | None,
+        warn: bool,
+    ) -> Planned:
+        """Check the parameters and plan their placement; nothing is done to them yet.
+
+        If `warn`, warn of 16-bit parameters that are stepped on in 16 bits.
+        """
         self.groups = groups
         self._warn = warn
         self.planner = Planner(
-            settings, groups, self.comm, self.names, self.bucket_views, self.separate
+            layouts, bucket_bytes, groups, self.comm, self.names, self.bucket_views, self.separate
         )
         self.check()
         plan, lines = self.planner.plan()
-        head = [f"optimizer class {settings.recipe.name}", *self.describe()]
-        policy = [f"{name}={value}" for name, value in asdict(settings.precision).items()]
+        head = [f"optimizer class {layouts.recipe.name}", *self.describe()]
+        policy = [f"{name}={value}" for name, value in asdict(layouts.precision).items()]
         return plan, [*head, *policy, *lines]
 
     def start(self, plan: ShardPlan) -> None:
@@ -200,7 +209,7 @@ class Mode(Stepper):
             self.replan("add_param_group", make)
         except Exception:
             self.groups[:] = groups
-            self.planner.settings.layouts.truncate(len(groups))
+            self.planner.layouts.truncate(len(groups))
             raise
 
     def check_new(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -295,36 +304,6 @@ class Mode(Stepper):
 
     def end_join(self) -> None:
         """Leave `Join`. Called on every rank once all have joined."""
-
-    def apply(self, act: Callable[[], object]) -> None:
-        """Run `act`, which updates this rank's pieces, and send the result. Called on every rank.
-
-        Raises:
-            RuntimeError: on every rank, if it failed on one. Its changes are sent all the same, so
-                parameters stay equal on all ranks.
-        """
-        if self.join.enabled:
-            raise RuntimeError(
-                f"rank {self.comm.group_rank}: apply(), train() and eval() cannot be called within "
-                "Join: joined ranks would not take part; call it before or after"
-            )
-        self.follow(stepping=True)
-        pipeline = self.pipeline
-        frozen = FrozenPieces(pipeline.params, self.comm)
-
-        def act_here() -> None:
-            with pipeline.stepping():
-                frozen.remember()
-                pipeline.local.mark_changed()
-                with pipeline.local.exposed_options():
-                    pipeline.update(HiddenGradients(pipeline.params.shard), act)
-
-        try:
-            run_on_all_ranks(self.comm, "apply()", act_here)
-        finally:
-            pipeline.mark_changed(pipeline.params.trained)
-            pipeline.gather.launch()
-            frozen.send_changed()
 
     def ready_gradients(self) -> GradientSource:
         """Return the gradient source, to read or change gradients. Called on every rank."""

@@ -109,7 +109,7 @@ class ModeFront(Optimizer, Joinable):
             mode=mode.title,
             rank=mode.comm.group_rank,
             plan=plan,
-            layouts=tuple(mode.planner.settings.layouts.explain(mode.groups)),
+            layouts=tuple(mode.planner.layouts.explain(mode.groups)),
             parameter_nbytes=sum(spec.nbytes for spec in plan.specs if spec.trainable),
             owned_nbytes=own.nbytes,
             gradient_nbytes=mode.pipeline.gradients.nbytes,

@@ -24,7 +24,7 @@ from shardstep.gradients import AutogradFeeder, GradientSource, GradReducer
 from shardstep.gradients.feeders import refuse_watched
 from shardstep.modes.base import FOLLOWING, Mode
 from shardstep.modes.join import options_of, take_options
-from shardstep.modes.planner import Planned, Settings
+from shardstep.modes.planner import Planned
 from shardstep.params.inputs import parameters
 from shardstep.params.module import ModuleBuffers, UncopiedHook, remove_hooks, when_freed
 from shardstep.params.names import names_in
@@ -67,12 +67,6 @@ class ModuleMode(Mode):
                     f"buffer {name!r} is expanded: several of its elements share memory, so it "
                     "cannot follow rank 0's; register a clone of it"
                 )
-
-    @override
-    def plan_first(self, groups: list[dict[str, Any]], settings: Settings, warn: bool) -> Planned:
-        planned = super().plan_first(groups, settings, warn)
-        settings.layouts.refuse_sparse()
-        return planned
 
     @override
     def describe(self) -> list[str]:
@@ -282,10 +276,10 @@ class ModuleMode(Mode):
 
         actions: dict[str, Callable[..., object]] = {
             "round": self._reducer.shadow_round,
-            "clip": self._reducer.shadow_clip,
+            "clip": self._reducer.clip_norm,
             "unscale": self._reducer.shadow_unscale,
             "norms": self._reducer.shadow_norms,
-            "change": self._reducer.shadow_change,
+            "change": self._reducer.change,
             "zero": lambda: zero_grad(False),
             "buffers": self.buffers.send,
             "step": shadow_step,

@@ -23,7 +23,7 @@ from shardstep.gradients.lockstep import Lockstep, OutOfStepError
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
 from shardstep.params.module import ModuleBuffers
-from shardstep.params.sharded_params import Shard, ShardedParams
+from shardstep.params.sharded_params import ShardedParams
 from shardstep.state.view import ShardView
 
 T = TypeVar("T")
@@ -38,24 +38,6 @@ class PieceGradients(Protocol):
 
     def release(self) -> None:
         """Drop references to gradients after the update."""
-
-
-class HiddenGradients:
-    """Hides the gradients of a shard during an update that must not see them."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-
-    def collect(self) -> None:
-        """Hide them."""
-        self._hidden = [(tensor, tensor.grad) for _, tensor in self._shard]
-        for tensor, _ in self._hidden:
-            tensor.grad = None
-
-    def release(self) -> None:
-        """Put them back."""
-        for tensor, grad in self._hidden:
-            tensor.grad = grad
 
 
 @dataclass(frozen=True, slots=True)

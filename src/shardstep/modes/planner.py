@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 
 from shardstep.comm import Comm
 from shardstep.layouts.choose import Layouts
-from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import CLASS_KEY, MultiClass, optimizer_name
 from shardstep.local.unmovable_state import find_kept_view
@@ -23,7 +21,7 @@ from shardstep.params.inputs import describe, describe_options, parameters
 from shardstep.params.sharded_params import ShardedParams
 from shardstep.params.stochastic_rounding import StochasticRounding
 from shardstep.plan import ParamSpec, ShardPlan, default_bucket_bytes, share
-from shardstep.precision import MixedPrecision, widened
+from shardstep.precision import widened
 
 logger = logging.getLogger(__name__)
 
@@ -31,30 +29,12 @@ Planned = tuple[ShardPlan, list[str]]
 """A plan, and the lines by which ranks compare it."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of a sharded optimizer, checked.
-
-    Attributes:
-        recipe: the optimizer class and its options.
-        layout: the layout asked for.
-        layouts: finds the layout of each group.
-        bucket_bytes: the size of a bucket; None for the default of the backend.
-        precision: the precision policy.
-    """
-
-    recipe: OptimizerRecipe
-    layout: str
-    layouts: Layouts
-    bucket_bytes: int | None
-    precision: MixedPrecision
-
-
 class Planner:
     """Makes plans, and the pieces and the local optimizer of a plan.
 
     Args:
-        settings: the options of the optimizer.
+        layouts: finds the layout of each group.
+        bucket_bytes: the size of a bucket; None for the default of the backend.
         groups: the parameter groups that the user sees.
         comm: the ranks.
         names: returns names by identity, for parameters that were given none.
@@ -68,34 +48,35 @@ class Planner:
 
     def __init__(
         self,
-        settings: Settings,
+        layouts: Layouts,
+        bucket_bytes: int | None,
         groups: list[dict[str, Any]],
         comm: Comm,
         names: Callable[[], Mapping[int, str]],
         bucket_views: bool,
         separate: bool,
     ) -> None:
-        self.settings = settings
+        self.layouts = layouts
+        self._bucket_bytes = bucket_bytes
         self.groups = groups
         self._comm = comm
         self._names = names
         self._bucket_views = bucket_views
         self._separate = separate
         self.widened: set[int] = set()
-        self.rounding = StochasticRounding(settings.precision.seed)
+        self.rounding = StochasticRounding(layouts.precision.seed)
 
     def plan(self) -> Planned:
         """Plan for the parameters as they are now."""
         specs = self.specs()
-        settings = self.settings
-        bucket_bytes = settings.bucket_bytes
+        bucket_bytes = self._bucket_bytes
         if bucket_bytes is None:
             bucket_bytes = default_bucket_bytes(specs, self._comm.min_bucket_bytes)
         plan = ShardPlan.make(specs, self._comm.world_size, bucket_bytes=bucket_bytes)
-        head = [f"layout={settings.layout!r}", f"bucket_bytes={settings.bucket_bytes}"]
+        head = [f"layout={self.layouts.asked!r}", f"bucket_bytes={self._bucket_bytes}"]
         for param, spec in zip(parameters(self.groups), specs, strict=True):
             head += describe_part(param, spec.name)
-        tail = ["no more parameters", *settings.layouts.lines(), f"plan {plan.fingerprint}"]
+        tail = ["no more parameters", *self.layouts.lines(), f"plan {plan.fingerprint}"]
         return plan, [*head, *map(str, specs), *tail]
 
     def specs(self) -> list[ParamSpec]:
@@ -109,17 +90,17 @@ class Planner:
                 "module= and overlap_with_ddp=True reduce the gradients of plain tensors only; "
                 "leave them out and synchronise gradients over the process group before step()",
             )
-        if self.settings.precision.stochastic_rounding:
+        if self.layouts.precision.stochastic_rounding:
             refuse_dtensors(
                 named,
                 "stochastic_rounding draws by an element's place in its tensor, so different parts "
                 "would draw the same; use masters, MixedPrecision()",
             )
-        return self.settings.layouts.apply(self.groups, specs)
+        return self.layouts.apply(self.groups, specs)
 
     def shard(self, plan: ShardPlan) -> ShardedParams:
         """Cut the parameters into the pieces of `plan`; nothing is done to them yet."""
-        self.widened |= widened(plan.specs, self.settings.precision)
+        self.widened |= widened(plan.specs, self.layouts.precision)
         if dist.is_available() and get_debug_level() != DebugLevel.OFF:
             logger.info(
                 "rank %s owns %s of %s trainable elements in %s buckets (layout %s)",
@@ -141,18 +122,18 @@ class Planner:
             self._bucket_views,
             self._separate,
             dtypes,
-            self.rounding if self.settings.precision.stochastic_rounding else None,
+            self.rounding if self.layouts.precision.stochastic_rounding else None,
         )
 
     def _step_dtype(self, param: int, dtype: torch.dtype) -> torch.dtype:
-        return self.settings.precision.step_dtype(dtype) if param in self.widened else dtype
+        return self.layouts.precision.step_dtype(dtype) if param in self.widened else dtype
 
     def make_local(self, params: ShardedParams) -> tuple[LocalOptimizer, list[str]]:
         """Make the local optimizer, and the lines by which ranks compare it."""
         local = LocalOptimizer(
             params,
             self._make_optimizer,
-            self.settings.layouts.groups_to_fill,
+            self.layouts.groups_to_fill,
             self._step_dtype,
         )
         if not params.shard.pieces:
@@ -168,7 +149,7 @@ class Planner:
         return local, [f"optimizer class {name}", *describe_options(local.optim.param_groups)]
 
     def _make_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
-        recipe = self.settings.recipe
+        recipe = self.layouts.recipe
         if any(CLASS_KEY in group for group in groups):
             return MultiClass(groups, recipe.optimizer_class, **recipe.defaults)
         return recipe.optimizer_class(groups, **recipe.defaults)

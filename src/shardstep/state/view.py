@@ -60,7 +60,7 @@ class ShardView:
     @property
     def precision(self) -> MixedPrecision:
         """The precision policy."""
-        return self.planner.settings.precision
+        return self.planner.layouts.precision
 
     @property
     def widened(self) -> set[int]:
