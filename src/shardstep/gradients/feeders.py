@@ -153,11 +153,6 @@ class AutogradFeeder(Feeder):
         super().detach()
         _attached.discard(self)
 
-    @property
-    def watched(self) -> list[torch.Tensor]:
-        """The parameters whose gradients this feeder takes."""
-        return self._training
-
     @override
     def take(self, params: Sequence[int]) -> Taken:
         # Asked for every parameter in every round, so written out in one loop.
@@ -317,4 +312,4 @@ def refuse_watched(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _watched() -> set[int]:
-    return {id(param) for feeder in _attached for param in feeder.watched}
+    return {id(param) for feeder in _attached for param in feeder._training}

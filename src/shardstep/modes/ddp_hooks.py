@@ -18,7 +18,7 @@ other.
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from shardstep.modes.base import Mode
-from shardstep.modes.inside_ddp import BucketStepper, InsideDDP
+from shardstep.modes.inside_ddp import InsideDDP
 from shardstep.params.inputs import parameters
 from shardstep.params.module import UncopiedHook, remove_hooks
 
@@ -62,8 +62,7 @@ def hook_with_zero_step(
     tie = _Tie(ddp, mode.tie_to_ddp(ddp.module, reduce=False))
 
     def reduce_then_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        model, inside = tie.ends()
-        _check_join(model, inside)
+        _, inside = tie.ends()
         future = hook(state, bucket)
         if bucket.is_last():
             inside.step_after_ddp()
@@ -89,33 +88,22 @@ def hook_with_zero_step_interleaved(
 
     A parameter that backward still needs after its own gradient is there, such as one that the
     model also reads through `detach()`, makes autograd raise that it was modified in place: use
-    `hook_with_zero_step` for such a model.
-
-    Args:
-        hook: any DDP communication hook, such as `allreduce_hook`.
-        ddp: the DDP module; register the returned hook with it.
-        zero: the optimizer, over the parameters of `ddp`, with `overlap_with_ddp=True`.
-        shard_buckets: accepted for compatibility. Every bucket is sharded across all ranks anyway.
-
-    Raises:
-        TypeError: if `ddp` or `zero` is something else.
-        ValueError: if `zero` was not constructed for this, or has other parameters than `ddp`.
+    `hook_with_zero_step` for such a model, which has the same arguments and raises the same errors.
     """
     mode = _check(ddp, zero)
     _check_wire(zero)
     _check_dense(ddp)
-    tie = _Tie(ddp, BucketStepper(mode.tie_to_ddp(ddp.module, reduce=False)))
+    tie = _Tie(ddp, mode.tie_to_ddp(ddp.module, reduce=False))
 
     def reduce_and_step(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        model, stepper = tie.ends()
-        _check_join(model, stepper.mode)
+        model, inside = tie.ends()
         future = hook(state, bucket)
         # Joined ranks need the gradients of their pieces, and unused parameters are known last.
         if model._join_config.enable or model.find_unused_parameters or model.static_graph:
             if bucket.is_last():
-                stepper.mode.step_after_ddp()
+                inside.step_after_ddp()
         else:
-            stepper.add(bucket, future)
+            inside.stepper.add(bucket, future)
         return future
 
     return reduce_and_step
@@ -150,7 +138,6 @@ def register(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> N
 
     def offer(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         model, inside = tie.ends()
-        _check_join(model, inside)
         if model._join_config.enable and not model._divide_by_initial_world_size:
             raise RuntimeError(
                 "gradients that are reduced to their owners are divided by the number of all ranks;"
@@ -189,29 +176,36 @@ def _hide_placeholders_from_rebuild(ddp: DistributedDataParallel, inside: Inside
     ]
 
 
-T = TypeVar("T", InsideDDP, BucketStepper)
-
-
-class _Tie(Generic[T]):
-    """A DDP module, and the object that steps inside its backward pass, both held weakly.
+class _Tie:
+    """A DDP module, and the mode that steps inside its backward pass, both held weakly.
 
     DDP holds its hook in C++, where the garbage collector cannot see it: a hook that held either
-    would never let go of the model. So the module keeps `stepper` alive.
+    would never let go of the model. So the module keeps `mode` alive.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, stepper: T) -> None:
+    def __init__(self, ddp: DistributedDataParallel, mode: InsideDDP) -> None:
         within = getattr(ddp, "_orig_mod", ddp)  # a compiled module may go earlier
-        within.shardstep_stepper = _Kept(stepper)
-        within.register_forward_pre_hook(UncopiedHook(stepper.before_forward))
+        within.shardstep_stepper = _Kept(mode)
+        within.register_forward_pre_hook(UncopiedHook(mode.before_forward))
         self._ddp: weakref.ref[DistributedDataParallel] = weakref.ref(within)
-        self._stepper: weakref.ref[T] = weakref.ref(stepper)
+        self._mode = weakref.ref(mode)
 
-    def ends(self) -> tuple[DistributedDataParallel, T]:
-        """Return both."""
-        ddp, stepper = self._ddp(), self._stepper()
-        if ddp is None or stepper is None:
+    def ends(self) -> tuple[DistributedDataParallel, InsideDDP]:
+        """Return both. Called on every rank, when DDP hands out a bucket.
+
+        Raises:
+            RuntimeError: if one is gone, or joined ranks would not shadow the step.
+        """
+        ddp, mode = self._ddp(), self._mode()
+        if ddp is None or mode is None:
             raise RuntimeError("this hook was made for another DDP module, which is gone")
-        return ddp, stepper
+        join = ddp._join_config
+        if join.enable and not (mode.join.enabled and join.is_first_joinable):
+            raise RuntimeError(
+                "joined ranks have to shadow DDP's reductions first and the optimizer's step "
+                "second: use Join([ddp, zero])"
+            )
+        return ddp, mode
 
 
 class _Kept:
@@ -289,15 +283,6 @@ def _check_dense(ddp: DistributedDataParallel) -> None:
                 f"module {name!r} makes sparse gradients, which cannot be taken out of DDP's "
                 'buckets; use hook_with_zero_step and layout="whole", or sparse=False'
             )
-
-
-def _check_join(ddp: DistributedDataParallel, inside: InsideDDP) -> None:
-    """Raise unless joined ranks will shadow the step. Called on every rank."""
-    if ddp._join_config.enable and not (inside.join.enabled and ddp._join_config.is_first_joinable):
-        raise RuntimeError(
-            "joined ranks have to shadow DDP's reductions first and the optimizer's step second: "
-            "use Join([ddp, zero])"
-        )
 
 
 def _ranks(group: Any) -> list[int]:

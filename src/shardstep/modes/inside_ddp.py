@@ -37,6 +37,7 @@ class InsideDDP(Mode):
 
     Attributes:
         feeder: takes the gradients in DDP's buckets, if they are reduced here.
+        stepper: steps one bucket at a time, if the hook does.
     """
 
     title = "inside DDP's backward"
@@ -46,6 +47,7 @@ class InsideDDP(Mode):
         self._module: torch.nn.Module | None = None
         self._strides: list[tuple[int, ...]] = []
         self.feeder = DDPFeeder()
+        self.stepper = BucketStepper(self)
         self._stepped_in_backward = False
         self._detached = False
         # Whether the ranks that have data are taking a step; known on a joined rank.
@@ -308,10 +310,6 @@ class BucketStepper:
         self._error: Exception | None = None
         # Parameters of each of our buckets that are yet to be updated.
         self._missing: list[set[int]] = []
-
-    def before_forward(self, *args: Any) -> None:
-        """Do what `InsideDDP.before_forward` does."""
-        self.mode.before_forward()
 
     def add(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """Take a bucket that is being reduced, and step those that are. Called on every rank."""
