@@ -241,9 +241,9 @@ class Mode(Stepper):
         params = parameters(self.groups)
         self.synchronise_new(params[len(before.specs) :])
         states = move_states(self.comm, before, plan, local.states(), params, self.groups)
-        masters = self.masters() if self.widened else {}
+        masters: dict[int, Any] = {}
         if self.widened:
-            masters = move_states(self.comm, before, plan, masters, params, self.groups)
+            masters = move_states(self.comm, before, plan, self.masters(), params, self.groups)
         self._switch(plan, states, masters)
 
     def synchronise_new(self, params: Sequence[torch.Tensor]) -> None:

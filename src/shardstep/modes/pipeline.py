@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -58,18 +59,18 @@ class Pipeline:
     gather: ParamGather
     buffers: ModuleBuffers
 
-    def step(self, closure: Closure | None = None, **kwargs: Any) -> float | None:
+    def step(self, evaluation: Evaluation | None = None, **kwargs: Any) -> float | None:
         """Take one step. Called on every rank."""
-        once = _OneEvaluation(self, closure) if closure is not None else None
+        closure = None if evaluation is None else partial(evaluation.loss, self)
         failed = False
 
         def act() -> float | None:
             nonlocal failed
             try:
-                loss: float | None = self.local.step(once, **kwargs)
+                loss: float | None = self.local.step(closure, **kwargs)
             except Exception:
                 # The other ranks wait for this one's pieces; if a closure raised, not yet.
-                failed = once is None or not once.running
+                failed = evaluation is None or not evaluation.running
                 raise
             return loss
 
@@ -147,33 +148,34 @@ class Pipeline:
         self.params.storage.detach(params)
 
 
-class _OneEvaluation:
-    """A closure that finishes the gradients after its evaluation.
+class Evaluation:
+    """A closure that was evaluated before the step.
+
+    Its gradients and those that `no_sync()` held back are then reduced together.
 
     Attributes:
-        running: True while it is evaluated, and after it has raised.
+        running: True while the optimizer asks for the loss, and after that has raised.
     """
 
-    def __init__(self, pipeline: Pipeline, closure: Closure) -> None:
-        self._pipeline = pipeline
+    def __init__(self, closure: Closure) -> None:
         self._closure = closure
-        self._evaluations = 0
         self.running = False
+        with torch.enable_grad():
+            self._losses = [closure()]
 
-    def __call__(self) -> float:
-        """Evaluate the closure."""
-        pipeline = self._pipeline
-        self._evaluations += 1
-        if self._evaluations > 1 and pipeline.params.plan.world_size > 1:
+    def loss(self, pipeline: Pipeline) -> float:
+        """Return the loss; evaluate the closure once more if it was returned before."""
+        again = not self._losses
+        if again and pipeline.params.plan.world_size > 1:
             # Between two evaluations, each rank has moved only its own pieces.
             raise RuntimeError(
                 f"{optimizer_name(pipeline.local.optim)} evaluates its closure more than once in a "
                 "step, which a sharded optimizer cannot do; use it unsharded"
             )
-        if self._evaluations > 1:
+        if again:
             pipeline.write_back()  # the model reads the parameters
         self.running = True
-        loss = self._closure()
+        loss = self._closure() if again else self._losses.pop()
         pipeline.gradients.collect()
         self.running = False
         return loss
@@ -191,11 +193,10 @@ class Stepper(ShardView):
     def step(self, closure: Closure | None = None, **kwargs: Any) -> float | None:
         """Take one step. Called on every rank."""
         try:
-            if closure is not None:
-                closure = _evaluated(closure)
+            evaluation = None if closure is None else Evaluation(closure)
             self.before_step()
             self.follow(stepping=True)
-            return self.pipeline.step(closure, **kwargs)
+            return self.pipeline.step(evaluation, **kwargs)
         except OutOfStepError:
             raise
         except BaseException:
@@ -222,13 +223,3 @@ class Stepper(ShardView):
 
     def after_zero_grad(self) -> None:
         """Adapt to parameters that are frozen now and had a gradient, if this mode does."""
-
-
-def _evaluated(closure: Closure) -> Closure:
-    """Evaluate a closure, and return one that gives the result to the first who asks.
-
-    Before the step: its gradients and those that `no_sync()` held back are then reduced together.
-    """
-    with torch.enable_grad():
-        losses = [closure()]
-    return lambda: losses.pop() if losses else closure()
