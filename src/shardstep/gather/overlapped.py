@@ -334,30 +334,19 @@ def _in_flight_class(cls: type) -> type:
     return type(f"InFlight{cls.__name__}", (_InFlight, cls), {"_shardstep_class": cls})
 
 
-def _getters(*names: str) -> Iterable[Any]:
-    return (getattr(torch.Tensor, name).__get__ for name in names)
-
-
+_GETTERS = (
+    "grad requires_grad is_leaf shape dtype device layout ndim is_cuda is_cpu is_sparse is_meta "
+    "is_quantized itemsize grad_fn nbytes _backward_hooks _post_accumulate_grad_hooks"
+)
+_METHODS = (
+    "size stride numel nelement dim ndimension element_size storage_offset is_floating_point "
+    "is_complex is_contiguous get_device __len__ __hash__"
+)
 _METADATA = frozenset(
     {
-        *_getters("grad", "requires_grad", "is_leaf", "shape", "dtype", "device", "layout", "ndim"),
-        *_getters("is_cuda", "is_cpu", "is_sparse", "is_meta", "is_quantized", "itemsize"),
-        *_getters("grad_fn", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks"),
+        *(getattr(torch.Tensor, name).__get__ for name in _GETTERS.split()),
         *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
-        torch.Tensor.size,
-        torch.Tensor.stride,
-        torch.Tensor.numel,
-        torch.Tensor.nelement,
-        torch.Tensor.dim,
-        torch.Tensor.ndimension,
-        torch.Tensor.element_size,
-        torch.Tensor.storage_offset,
-        torch.Tensor.is_floating_point,
-        torch.Tensor.is_complex,
-        torch.Tensor.is_contiguous,
-        torch.Tensor.get_device,
-        torch.Tensor.__len__,
-        torch.Tensor.__hash__,
+        *(getattr(torch.Tensor, name) for name in _METHODS.split()),
     }
 )
 """Operations on a parameter that do not read its data."""

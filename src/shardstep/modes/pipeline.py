@@ -10,7 +10,7 @@ a change outside of a step (`apply`) go through the same stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -104,7 +104,8 @@ class Pipeline:
         self.gather.wait()
         if (edit := self.params.hand_edit()) is not None:
             raise ValueError(edit)
-        with self.params.shard.stepping():
+        shard = self.params.shard
+        with shard.stepping() if shard.wide.needed else nullcontext():
             yield
 
     def update(

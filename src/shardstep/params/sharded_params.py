@@ -290,12 +290,12 @@ class Shard:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Give every step tensor its parameter's value; at the end free memory of the step."""
-        if self.wide.needed and self.wide.refresh():
+        if self.wide.refresh():
             self._point(self._widened)
         try:
             yield
         finally:
-            if self.wide.needed and self.wide.release():
+            if self.wide.release():
                 self._point(self._widened)
 
     def write_back(self, free_memory: FreeMemory, among: Container[int] | None = None) -> bool:
