@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from shardstep.comm import Comm
+from shardstep.comm import Comm, OutOfStepError
 from shardstep.comm.consensus import check_same_on_all_ranks, run_on_all_ranks
 from shardstep.comm.join import JoinContext
 from shardstep.gather import ImmediateGather, ParamGather
 from shardstep.gradients import FullGradients, GradientSource
-from shardstep.gradients.lockstep import Lockstep, OutOfStepError
+from shardstep.gradients.lockstep import Lockstep
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
 from shardstep.modes.frozen import FrozenPieces
@@ -163,8 +163,7 @@ class Mode(ShardView):
 
         Data that only moved is this rank's own affair. Freezing, unfreezing, or another dtype or
         device change the plan, and must be done on every rank. Ranks that changed different
-        things raise. A rank that changed nothing does not know, and waits until the timeout of the
-        process group.
+        things raise. A rank that changed nothing does not know, and makes another call.
         """
         params = self.pipeline.params
         if params.unchanged():
