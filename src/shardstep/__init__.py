@@ -1,7 +1,7 @@
 """ZeRO for any PyTorch optimizer: DDP's numbers and speed with 1/N of its optimizer state."""
 
 from shardstep import checkpoint
-from shardstep.gradients.lockstep import BatchSkippedError
+from shardstep.comm import BatchSkippedError
 from shardstep.modes.ddp_hooks import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,

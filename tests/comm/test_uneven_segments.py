@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step_interleaved
-from shardstep.comm.gloo import ERROR_NBYTES
+from shardstep.comm import headers
 from shardstep.gradients.lockstep import Lockstep
 
 
@@ -62,8 +62,8 @@ def test_the_report_says_what_is_really_sent() -> None:
     with mock.patch.object(dist, "isend", watched):
         model(torch.arange(64)).sum().backward()
         opt.step()
-    # Which parameters had a gradient, the rank's position, and whether the step succeeded.
-    note = len(list(model.parameters())) + Lockstep.nbytes + ERROR_NBYTES
+    # Which parameters had a gradient, the rank's position, the headers of the round and the step.
+    note = len(list(model.parameters())) + Lockstep.nbytes + 2 * headers.NBYTES
     flags = note * (dist.get_world_size() - 1)
     report = opt.report()
     assert sum(sent) - flags == report.reduce_nbytes + report.gather_nbytes

@@ -29,6 +29,7 @@ NAMED = "|".join(
     [
         r"rank \d: [\w ]+ failed: .*(from|to) rank \d",
         r"failed on rank \d",
+        r"rank \d is [\w ]+ where rank \d is [\w ]+;",
         r"rank \d: waiting for DDP's hook failed",  # Gloo does not say for whom
     ]
 )
@@ -45,7 +46,7 @@ def test_a_fault_neither_hangs_nor_changes_numbers(
         for outcome in jobs:
             right = reference[mode][0]
             said = [(rank.code, f"{rank.seconds:.1f} s", rank.error) for rank in outcome.ranks]
-            assert verdict(outcome, right) in trial.allowed, (mode, said)
+            assert trial.allows(verdict(outcome, right), mode), (mode, said)
             if trial.fault.phase != "construct":
                 assert newest_is_right(outcome, right) is not None, mode
             for rank in outcome.ranks:

@@ -61,37 +61,36 @@ and 3 ranks, plain processes on one busy machine):
 With the drop-in, the other ranks wait in DDP's all-reduce. With DDP alone, on a less busy machine,
 this took 0.6 to 1.1 s.
 
-**Calls that only one rank makes, with `module=`.** A rank sends a note with each round of
-reductions, and tells with each step whether it succeeded. Two notes that meet are compared, and a
-difference raises on every rank at once:
+**Calls that only one rank makes, with `module=`.** Every call that waits for other ranks begins
+with a header: 201 bytes to each rank that name the call. Headers of different calls meet, where
+their data would not. Every rank compares them before it waits for data. A round of reductions ends
+with a note: the rank's steps, loads, errors and a digest of its options. Notes are compared before
+the step. A difference raises on every rank and names both sides:
 
-| one rank | it waits for | the others wait for | every rank |
-|---|---|---|---|
-| has other options, or loads | | | raises at once |
-| catches an error of its closure | | | raises at once |
-| clears gradients between two backward passes | | | raises at once |
-| calls `recover()` | | | raises at once; all call `recover()` |
-| steps once more after `zero_grad()` | | | raises at once, one step late |
-| leaves a backward pass out | | | goes on: its gradients are zero |
-| runs forward once more, without buffers | | | goes on |
-| runs forward once more, with buffers | buffers | gradients | raises after the timeout |
-| runs backward once more | gradients | its step | raises after the timeout |
-| leaves a step out | gradients | its step | raises after the timeout |
-| steps once more, without `zero_grad()` | a step | gradients | raises after the timeout |
-| clips, unscales or asks for a norm | the norm | its step | raises after the timeout |
-| leaves the loop a batch early | | gradients | raises after the timeout |
+| one rank | every rank |
+|---|---|
+| has other options, or loads | raises at once |
+| catches an error of its closure | raises at once |
+| clears gradients between two backward passes | raises at once |
+| calls `recover()` | raises at once; all call `recover()` |
+| runs backward once more, leaves a step out, steps once more | raises at once |
+| runs forward once more, with buffers | raises at once |
+| clips, unscales, asks for a norm or a whole gradient | raises at once |
+| freezes, saves, consolidates, verifies | raises at once |
+| steps once more after `zero_grad()` | raises at the next call that differs |
+| leaves a backward pass out | goes on: its gradients are zero |
+| runs forward once more, without buffers | goes on |
+| waits for the others in a collective of torch | raises after the timeout |
 
-A step after `zero_grad()` makes a round without gradients, which meets the next round of the other
-ranks. So one step is taken with gradients of zero from this rank: load the last checkpoint. If the
-other ranks call something else next, as they save in the trial below, all wait until the timeout.
+A step after `zero_grad()` makes a round without gradients, as a rank without a gradient does. So it
+may meet the next round of the other ranks, and one step is taken with gradients of zero from this
+rank: load the last checkpoint. `tests/modes/test_lockstep.py` has a test of every row but the last,
+which is *a rank has one batch less* below: this rank has left the loop, and waits in
+`torch.distributed.barrier`.
 
-Where one rank waits for gradients and another for a step, both have sent a message, but with
-different tags. The messages could meet if they shared tags, a connection and a length. That would
-not help a model whose gradients take more than four messages: its backward pass waits for the first
-of these before it sends its note. It would take one more note, at the start of each round.
-
-The trials ran over Gloo. Over NCCL, waiting for the other ranks' notes would stall the accelerator,
-so a step that raises on one rank is noticed later. What happens depends on that rank
+The trials ran over Gloo. Over NCCL there are no headers, and waiting for the other ranks' notes
+would stall the accelerator. So a call that one rank makes alone ends in NCCL's timeout, and a step
+that raises on one rank is noticed later. What happens then depends on that rank
 (`tests/nccl/test_nccl.py` has tests of all but the watchdog; no run with
 `recoverable=True` is recorded):
 

@@ -10,18 +10,16 @@ import pytest
 import torch
 from ddp_ways import WAYS
 from doubles import Wrapped, behind_the_door
-from models import MLP_PROBLEM, Failing, Setup, from_rank, noise, rank, with_zero
+from models import MLP_PROBLEM, Failing, Setup, from_rank, rank, with_zero
 from on_ranks import on_ranks
 from problems import assert_same
-from ranks import RankFailure, run_ranks
 from scenarios import sharded
 from torch import nn
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.comm import Work
+from shardstep.comm import OutOfStepError, Work
 from shardstep.comm.api import NOTHING_TO_DO
 from shardstep.gradients import lockstep
-from shardstep.gradients.lockstep import OutOfStepError
 
 KIND = (Failing, {"lr": 0.1})
 
@@ -89,30 +87,6 @@ def test_a_step_that_fails_on_every_rank_may_be_repeated(way: str) -> None:
         setup.opt.step(nonsense=1)
     setup.finish()
     setup.opt.verify()
-
-
-def _extra(what: str) -> None:
-    setup = with_zero(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
-    for step in range(3):
-        if step == 2 and rank() == 0:
-            if what == "forward":
-                setup.module(noise(step, 6, 16))
-            else:
-                setup.opt.clip_grad_norm_(1.0)
-        setup.module(noise(step, 6, 16)).sum().backward()
-        if step == 2 and what == "clip" and rank() == 0:
-            setup.opt.clip_grad_norm_(1.0)
-        setup.finish()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "operation"),
-    [("forward", "copying buffers"), ("clip", "computing the norm of the gradients")],
-)
-def test_an_extra_call_on_one_rank_times_out_by_name(what: str, operation: str) -> None:
-    with pytest.raises(RankFailure, match=rf"rank 0: {operation} failed: (to|from) rank 1: .*imed"):
-        run_ranks(_extra, 2, what, timeout=8)
 
 
 @on_ranks(2, raises=ValueError, match="SparseAdam takes sparse gradients")

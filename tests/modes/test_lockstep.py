@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from ddp_ways import WAYS
-from models import MLP_PROBLEM, SGD, Setup, rank
+from models import MLP_PROBLEM, SGD, Setup, rank, with_zero
 from on_ranks import on_ranks
 from ranks import each_raises_on_every_rank, run_ranks
 from recovery import Broken, differences
@@ -23,8 +23,10 @@ from scenarios import ALL, APART, MODULE, sharded
 from torch import Tensor, nn
 from traffic import counted
 
+from shardstep.comm import Operation, OutOfStepError
+from shardstep.comm.consensus import LostRankError
 from shardstep.gradients import lockstep
-from shardstep.gradients.lockstep import Lockstep, OutOfStepError
+from shardstep.gradients.lockstep import Lockstep
 
 EDITS: dict[str, tuple[Callable[[list[Any]], object], str]] = {
     "remove a parameter": (lambda groups: groups[0]["params"].pop(), "'.*' is no longer in it"),
@@ -163,28 +165,93 @@ def test_gradients_set_to_zero_on_one_rank_are_noticed() -> None:
     each_raises_on_every_rank(2, cases)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["backward", "step", "no step"])
-@on_ranks(
-    2,
-    raises=RuntimeError,
-    match=r"rank \d: \w+ .* failed: .* call that only some ranks make",
-    timeout=8,
-)
-def test_ranks_that_wait_in_different_operations_say_what_to_look_for(what: str) -> None:
-    """No round comes in between that could tell: each waits for what the other sends later."""
-    setup = sharded("module", MLP_PROBLEM.fresh())
-    setup.backward(0)
-    if rank() == 1 and what == "backward":
-        setup.backward(0)
-    if rank() == 0 or what != "no step":
-        setup.opt.step()
-    if rank() == 1 and what == "step":
-        setup.opt.step()
-    for step in (1, 2):
-        setup.opt.zero_grad()
+def _unscale(setup: Setup) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(setup.opt)
+
+
+NORM, NOTES = "computing the norm of the gradients", "comparing notes with the other ranks"
+
+CALLS: dict[str, tuple[Callable[[Setup], object], str]] = {
+    "backward": (lambda setup: setup.backward(1), "reducing gradients"),
+    "clip": (lambda setup: setup.opt.clip_grad_norm_(1.0), NORM),
+    "norms": (lambda setup: setup.opt.grad_norms(), NORM),
+    "unscale": (_unscale, "looking for infinite gradients"),
+    "gradient": (lambda setup: setup.opt.full_grad("0.weight"), "gathering a whole gradient"),
+    "verify": (lambda setup: setup.opt.verify(), "comparing parameters"),
+    "consolidate": (lambda setup: setup.opt.consolidate_state_dict(0), NOTES),
+    "apply": (lambda setup: setup.opt.apply(lambda optim: None), NOTES),
+}
+"""Calls that one rank makes alone between backward and step, and its words for them."""
+
+PLACES = {
+    "forward": "rank 0 is reducing gradients where rank 1 is copying buffers",
+    "no step": "rank 0 is ending the step where rank 1 is reducing gradients",
+    "step": "rank 0 is reducing gradients where rank 1 is ending the step",
+    "step, cleared": "rank 0 is comparing parameters where rank 1 is reducing gradients",
+    "freeze": f"rank 0 is reducing gradients where rank 1 is {NOTES}",
+    "loop": "rank 0 is reducing gradients where rank 1 is comparing parameters",
+    **{
+        name: f"rank 0 is ending the step where rank 1 is {said}"
+        for name, (_, said) in CALLS.items()
+    },
+}
+
+
+OUT_OF_STEP = (OutOfStepError, LostRankError)
+_made: list[Any] = []
+
+
+def _alone(what: str, buckets: int) -> None:
+    """Let the last rank do something alone, in the second of three iterations."""
+    between = nn.BatchNorm1d(16) if what == "forward" else nn.Linear(16, 16)
+    module = nn.Sequential(nn.Linear(16, 16), between, nn.Linear(16, 4))
+    setup = with_zero(module, bucket_bytes=buckets)
+    _made.append(setup.opt)
+    for step in range(3):
+        mine = what if rank() == 1 and step == 1 else None
+        if mine == "loop":
+            break
+        if mine == "forward":
+            MLP_PROBLEM.loss(setup.model, step)
         setup.backward(step)
-        setup.opt.step()
+        if mine in CALLS:
+            CALLS[mine][0](setup)
+        if mine != "no step":
+            setup.opt.step()
+        if mine == "step":
+            setup.opt.step()
+        if mine == "freeze":
+            module[0].requires_grad_(False)
+        setup.opt.zero_grad()
+        if step == 1:
+            if mine == "step, cleared":
+                setup.opt.step()
+            setup.opt.verify() if what == "step, cleared" else None
+    setup.opt.verify()
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_call_that_only_one_rank_makes_is_named_on_every_rank(world_size: int) -> None:
+    """Small buckets make a backward pass wait before its end, large ones do not."""
+    cases = itertools.product(PLACES.items(), (1, 2**20))
+    each_raises_on_every_rank(
+        world_size, [(_alone, OUT_OF_STEP, said, what, size) for (what, said), size in cases]
+    )
+
+
+def _recover_from(what: str) -> None:
+    try:
+        _alone(what, 1)
+    except OUT_OF_STEP:
+        _made[-1].recover()
+
+
+def test_ranks_that_made_different_calls_cannot_recover() -> None:
+    """A step that one rank took cannot be given up."""
+    cases = [(_recover_from, OutOfStepError, PLACES[what], what) for what in ("step", "no step")]
+    each_raises_on_every_rank(2, cases)
 
 
 def _messages(mode: str) -> tuple[dict[str, int], int]:
@@ -199,10 +266,11 @@ def _messages(mode: str) -> tuple[dict[str, int], int]:
 
 def test_notes_add_no_message_to_a_round_and_one_to_a_step_without_rounds() -> None:
     calls, buckets = run_ranks(_messages, 2, "module")[0]
-    # Which parameters were used is one message. It was there before, and carries the note.
-    assert calls == {"reduce_scatter": buckets, "all_gather": buckets + 1, "share_error": 1}
+    # Which parameters were used is one message. It was there before, and carries the note. A header
+    # begins the round. The one that begins the gathers also tells whether the step succeeded.
+    assert calls == {"reduce_scatter": buckets, "all_gather": buckets + 1, "header": 2}
     calls, buckets = run_ranks(_messages, 2, "drop-in")[0]
-    assert calls == {"all_gather": buckets + 1, "share_error": 1}
+    assert calls == {"all_gather": buckets + 1, "header": 1}
     guide = Path(__file__).parents[2] / "docs" / "guide.md"
     assert f"({Lockstep.nbytes} bytes to each rank)" in guide.read_text()
 
@@ -235,8 +303,9 @@ def test_a_batch_that_fails_on_a_rank_is_skipped_on_all(where: str) -> list[str]
 
 def _in_one_order(setup: Setup) -> None:
     """Let the notes of reductions meet what is launched before and after them, as over NCCL."""
-    exchange = setup.opt.mode.comm._exchange
-    exchange._notes = exchange._launched
+    comm = setup.opt.mode.comm
+    comm._exchange._apart[Operation.NOTES] = comm._exchange._launched
+    comm.headers.of_every_call = False
 
 
 @pytest.mark.parametrize("where", WHERE)

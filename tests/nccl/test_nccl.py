@@ -34,7 +34,7 @@ from scenarios import ALL, REFUSED, SCENARIOS, compared, sharded, unsharded
 from torch.torch_version import TorchVersion
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer, checkpoint
-from shardstep.gradients.lockstep import OutOfStepError
+from shardstep.comm import OutOfStepError
 
 pytestmark = [
     pytest.mark.nccl,

@@ -179,7 +179,7 @@ def _traffic(config: GPTConfig, layout: str, view: bool) -> list[tuple[int, int,
         opt.step()
         made, nbytes = traffic.calls, traffic.nbytes["all_gather"]
         gathers = made.pop("all_gather", 0)
-        assert made.pop("share_error") == 1  # a few bytes
+        assert made.pop("header") == 1  # a few bytes
         notes = Lockstep.nbytes * (opt.world_size - 1)
         assert gathers == len(opt.plan.training_buckets) + 1
         assert nbytes - notes == share(opt.plan, opt.rank).gather_nbytes_sent

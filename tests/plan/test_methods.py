@@ -134,7 +134,7 @@ def _planned_and_measured() -> list[dict[str, tuple[int, int]]]:
                 opt.step()
                 opt.shards.wait_for_params()
             # Over Gloo ranks also tell whether the step succeeded, in some bytes for any model.
-            sent = traffic.nbytes.total() - traffic.nbytes["share_error"]
+            sent = traffic.nbytes.total() - traffic.nbytes["header"]
         job = _job(module, layout, policy)
         share = shares(job.plan(2), policy, job.state_sizes)[opt.rank]
         pool = sum(pool_sizes(job.plan(2), policy).values())

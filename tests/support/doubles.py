@@ -120,8 +120,9 @@ class AnyOrder(Wrapped):
     def land(self, wanted: _Late) -> None:
         self._random.shuffle(self._in_flight)
         while not wanted.landed:
-            next_one = self._in_flight.pop()
-            next_one.wait()
+            next_one = self._in_flight[-1]
+            next_one.wait()  # may raise, and be waited for again
+            self._in_flight.pop()
             self.landed_early += next_one is not wanted
 
 

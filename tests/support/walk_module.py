@@ -149,9 +149,9 @@ class WithModule(Walk):
         if part == "first child":
             x = noise(step, 6, 16, of=of).to(next(model.parameters()).dtype)
             loss = next(model.children())(x).float().square().mean()
-            if loss.requires_grad:
+            if loss.requires_grad:  # or there is no pass that could send what was held back
                 loss.backward()
-            yield
+                yield
             return
         loss = self._loss(model, step, of)
         if part == "again":

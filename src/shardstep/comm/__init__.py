@@ -16,12 +16,15 @@ from shardstep.comm.api import (
     span,
 )
 from shardstep.comm.group import GroupComm, connect, refuse_stray_rank
+from shardstep.comm.headers import BatchSkippedError, OutOfStepError
 
 __all__ = [
+    "BatchSkippedError",
     "Comm",
     "GroupComm",
     "Ledger",
     "Operation",
+    "OutOfStepError",
     "SoloComm",
     "Work",
     "all_gather_json",

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
-from typing import Any, Protocol
+from operator import length_hint, methodcaller
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ from torch.autograd import profiler
 from typing_extensions import override
 
 from shardstep.plan.plan import MAX_BUCKET_BYTES
+
+if TYPE_CHECKING:
+    from shardstep.comm.headers import Headers
 
 
 class Work(Protocol):
@@ -35,8 +39,7 @@ class Work(Protocol):
 class Operation(Enum):
     """The purposes of collectives. An error names them, and messages of each have their own tags.
 
-    A rank that calls another one than its peers waits until the timeout; its message is not taken
-    for theirs.
+    The data of a rank that calls another one than its peers are not taken for theirs.
     """
 
     GATHER = "gathering parameters"
@@ -50,13 +53,15 @@ class Operation(Enum):
     LOAD = "copying loaded values"
     VERIFY = "comparing parameters"
     NOTES = "comparing notes with the other ranks"
-    ERRORS = "telling whether the step succeeded"
+    ERRORS = "ending the step"
+    RECOVER = "recovering from an error"
+    HEADER = "comparing calls with the other ranks"
 
 
-LATE = (
-    "a rank stopped, or made another call: look for a batch, a forward or backward "
-    "pass, a step or another call that only some ranks make"
+ALONE = (
+    "look for a batch, a forward or backward pass, a step or another call that only some ranks make"
 )
+LATE = f"a rank stopped, or made another call: {ALONE}"
 GONE = "a peer has ended or failed: its own error says why"
 
 Finish = Callable[[], object]
@@ -64,24 +69,34 @@ Finish = Callable[[], object]
 
 
 @contextmanager
-def naming(operation: str) -> Iterator[None]:
-    """Name `operation` in every error that the backend raises, and add a hint at the cause."""
+def naming(operation: str, peer: Callable[[], str] = str) -> Iterator[None]:
+    """Name `operation` and `peer` in every error of the backend, and add a hint at the cause."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        text = str(error)
+        text = f"{peer()}{error}"
         late = "timed out" in text.lower() or "timeout" in text.lower()
         hint = f" ({LATE})" if late else f" ({GONE})" if "by peer" in text else ""
         raise RuntimeError(f"shardstep: {operation} failed: {text}{hint}") from error
 
 
 class Launched(Work):
-    """The backend works of one operation, and calls that finish it, made once and in order."""
+    """The backend works of one operation, and calls that finish it, made once and in order.
 
-    def __init__(self, operation: str, works: Sequence[Any], finish: Sequence[Finish] = ()) -> None:
+    The header comes first. If it raises, the operation has not failed: recovering may end it.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        works: Sequence[Any],
+        finish: Sequence[Finish] = (),
+        header: Work | None = None,
+    ) -> None:
         self._operation = operation
         self._works = works
         self._finish = finish
+        self._header = header
         self._error: BaseException | None = None
 
     @override
@@ -89,18 +104,33 @@ class Launched(Work):
         if self._error is not None:
             # An operation that failed or was interrupted stays incomplete.
             raise RuntimeError(f"shardstep: {self._operation} failed before") from self._error
-        # Gloo hangs on a work that was waited for before.
-        works, self._works = self._works, ()
-        finish, self._finish = self._finish, ()
+        if self._header is not None:
+            self._header.wait()
+        works = self._works
+        left = iter(works)
+        waits = map(_WAIT, left)
         try:
-            with naming(self._operation):
-                for work in works:
-                    work.wait()
+            with naming(self._operation, lambda: _peer(works, length_hint(left))):
+                # Gloo hangs on a work that was waited for before, and a signal handler may wait for
+                # the same works. Python calls it after a call: not from here to the end of `deque`.
+                if self._works:
+                    self._works = ()
+                    deque(waits, maxlen=0)
+            finish, self._finish = self._finish, ()
             for act in finish:
                 act()
         except BaseException as error:
             self._error = error
             raise
+
+
+_WAIT = methodcaller("wait")
+
+
+def _peer(works: Sequence[Any], num_left: int) -> str:
+    """Return the peer of the last work that was waited for."""
+    peer = getattr(works[-1 - num_left], "peer", None)
+    return "" if peer is None else f"{peer}: "
 
 
 def segments(flat: torch.Tensor, cuts: Sequence[int]) -> list[torch.Tensor]:
@@ -146,6 +176,7 @@ class Comm(Protocol):
         world_size: the number of ranks.
         ledger: calls made and bytes sent.
         min_bucket_bytes: the smallest bucket that is worth a separate launch.
+        headers: compares the calls of all ranks; None if they are not compared.
     """
 
     group: dist.ProcessGroup | None
@@ -153,6 +184,7 @@ class Comm(Protocol):
     world_size: int
     ledger: Ledger
     min_bucket_bytes: int
+    headers: Headers | None = None
 
     def all_gather(
         self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation = Operation.GATHER
@@ -178,6 +210,19 @@ class Comm(Protocol):
 
         Waiting raises a `RuntimeError` on the other ranks if one has. Where reading the answer
         would hold up the accelerator, as over NCCL alone, nothing is told.
+        """
+
+    def compare_calls(self, other: Comm) -> None:
+        """Raise from now on if ranks make different calls, here or on connections `other`.
+
+        Called on every rank. Where the host does not wait for data, as over NCCL, nothing is done.
+        """
+
+    def recovering(self) -> AbstractContextManager[None]:
+        """Return a context in which ranks end calls that an error has interrupted on one of them.
+
+        Entered on every rank, wherever an error has left it. Ranks that wait for this one's next
+        call raise a `BatchSkippedError`.
         """
 
     def send(self, data: torch.Tensor, target: int) -> None:
@@ -238,6 +283,14 @@ class SoloComm(Comm):
     @override
     def share_error(self, error: Exception | None) -> Work:
         return NOTHING_TO_DO
+
+    @override
+    def compare_calls(self, other: Comm) -> None:
+        pass
+
+    @override
+    def recovering(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @override
     def send(self, data: torch.Tensor, target: int) -> None:

@@ -32,10 +32,6 @@ NUM_TAGS = len(TAGS) // len(Operation)
 """Tags of each operation. A message that is longer than its receiver expects aborts the process in
 Gloo, so a rank that calls another operation than its peers must not meet them."""
 
-ERROR_NBYTES = 200
-"""Room for a rank's error."""
-
-
 _notes: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 """The numbers of the notes that the ranks of a group compare.
 
@@ -50,46 +46,29 @@ class Exchange:
     def __init__(self, upwards: dist.ProcessGroup, downwards: dist.ProcessGroup) -> None:
         self._upwards = upwards
         self._downwards = downwards
-        self._rank = dist.get_rank(upwards)
-        self._size = dist.get_world_size(upwards)
+        self.rank = dist.get_rank(upwards)
+        self.size = dist.get_world_size(upwards)
         self._launched = count()
-        self._notes = _notes.setdefault(upwards, count())
+        # These meet also after a rank has launched more or fewer operations than the others.
+        self._apart = {
+            Operation.NOTES: _notes.setdefault(upwards, count()),
+            Operation.HEADER: count(),
+        }
 
     def all_gather(
         self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation
     ) -> list[Any]:
         """Send this rank's segment to every rank, and receive theirs. Called on every rank."""
         incoming = segments(buffer, cuts)
-        return self._launch([incoming[self._rank]] * self._size, incoming, operation)
-
-    def share_error(self, error: Exception | None) -> tuple[list[Any], Finish]:
-        """Send this rank's error, or None, to every rank. Called on every rank."""
-        everyone = torch.zeros(self._size, ERROR_NBYTES, dtype=torch.uint8, device="cpu")
-        if error is not None:
-            text = f"{type(error).__name__}: {error}".encode()[:ERROR_NBYTES]
-            everyone[self._rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        cuts = range(0, everyone.numel() + 1, ERROR_NBYTES)
-        works = self.all_gather(everyone.view(-1), cuts, Operation.ERRORS)
-
-        def check() -> None:
-            if error is not None or not everyone.any():
-                return  # this rank has raised already
-            failed = int(everyone.any(dim=1).nonzero()[0])
-            text = bytes(everyone[failed].tolist()).rstrip(b"\0").decode(errors="replace")
-            raise RuntimeError(
-                f"rank {self._rank}: the optimizer's step failed on rank {failed}, so it fails on "
-                f"every rank: {text}"
-            )
-
-        return works, check
+        return self._launch([incoming[self.rank]] * self.size, incoming, operation)
 
     def reduce_scatter(
         self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
     ) -> tuple[list[Any], Finish]:
         """Send every segment to its owner, and then add up this rank's. Called on every rank."""
         outgoing = segments(buffer, cuts)
-        own = outgoing[self._rank]
-        parts = [own if rank == self._rank else torch.empty_like(own) for rank in range(self._size)]
+        own = outgoing[self.rank]
+        parts = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
         works = self._launch(outgoing, parts, Operation.REDUCE)
         return works, lambda: _add_up(parts, out)
 
@@ -103,8 +82,8 @@ class Exchange:
 
         See Note [A connection for each direction].
         """
-        rank, size = self._rank, self._size
-        numbers = self._notes if operation is Operation.NOTES else self._launched
+        rank, size = self.rank, self.size
+        numbers = self._apart.get(operation, self._launched)
         tag = _FIRST_TAG[operation] + next(numbers) % NUM_TAGS
         # Each rank starts with another peer, so that no rank is the first of all others.
         sources = [(rank - distance) % size for distance in range(1, size)]
@@ -126,30 +105,27 @@ class Exchange:
 
 
 class _Message:
-    """A message in flight, with errors that name the peer."""
+    """A message in flight.
+
+    Attributes:
+        peer: the other rank.
+        wait: waits for it, once.
+    """
 
     def __init__(self, launch: Callable[[], Any], peer: str) -> None:
-        self._peer = peer
+        self.peer = peer
         # Torch ends a profiler's record of a message when the message is waited for. If the
         # profiler has stopped by then, that writes to freed memory.
         recorded = profiler._is_profiler_enabled
         if recorded:
             torch._C._autograd._enable_record_function(False)
         try:
-            self._work = self._named(launch)
+            self.wait = launch().wait
+        except RuntimeError as error:
+            raise RuntimeError(f"{peer}: {error}") from error
         finally:
             if recorded:
                 torch._C._autograd._enable_record_function(True)
-
-    def wait(self) -> None:
-        """Wait for it."""
-        self._named(self._work.wait)
-
-    def _named(self, act: Callable[[], Any]) -> Any:
-        try:
-            return act()
-        except RuntimeError as error:
-            raise RuntimeError(f"{self._peer}: {error}") from error
 
 
 _FIRST_TAG = {

@@ -30,7 +30,8 @@ from shardstep.comm.api import (
 )
 from shardstep.comm.at_exit import noting_connections, sleep_at_exit
 from shardstep.comm.collectives import Collectives, backend_name, backend_of
-from shardstep.comm.gloo import ERROR_NBYTES, TAGS, Exchange
+from shardstep.comm.gloo import TAGS, Exchange
+from shardstep.comm.headers import Header, Headers
 from shardstep.plan.plan import MIN_BUCKET_BYTES
 
 DIRECT = TAGS.start - 1
@@ -67,6 +68,7 @@ class GroupComm(Comm):
         self._origin = origin or group
         self._exchange = Exchange(group, downwards or group)
         self._collectives = Collectives(group)
+        self.headers: Headers = Headers(self._exchange, self.ledger.note)
         if self._exchanges(self._meeting_device()):
             sleep_at_exit()
 
@@ -81,7 +83,7 @@ class GroupComm(Comm):
     ) -> Work:
         own = buffer[cuts[self.group_rank] : cuts[self.group_rank + 1]]
         self.ledger.note("all_gather", own.nbytes * (self.world_size - 1))
-        return self._gather(buffer, cuts, operation)
+        return self._gather(buffer, cuts, operation, self.headers.begin(operation))
 
     @override
     def reduce_scatter(self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> Work:
@@ -90,24 +92,26 @@ class GroupComm(Comm):
         staged = device != buffer.device
         total = torch.empty_like(out, device=device) if staged else out
         name = f"rank {self.group_rank}: {Operation.REDUCE.value}"
+        header = self.headers.begin(Operation.REDUCE)
         with naming(name):
             works, finish = self._transport(device).reduce_scatter(buffer.to(device), cuts, total)
         rest = [finish] if finish else []
-        return Launched(name, works, [*rest, lambda: out.copy_(total)] if staged else rest)
+        return Launched(name, works, [*rest, lambda: out.copy_(total)] if staged else rest, header)
 
     @override
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         # Not `dist.all_gather`, whose tensors Gloo's threads may hold at exit: `at_exit.py`.
         rank, size = self.group_rank, self.world_size
+        header = self.headers.begin(Operation.NOTES)
         lengths = torch.zeros(size, dtype=torch.int64, device=CPU)
         lengths[rank] = len(payload)
-        self._gather(lengths, range(size + 1), Operation.NOTES).wait()
+        self._gather(lengths, range(size + 1), Operation.NOTES, header).wait()
         longest = max(1, int(lengths.max()))
         cuts = range(0, size * longest + 1, longest)
         payloads = bytearray(cuts[-1])
         payloads[cuts[rank] : cuts[rank] + len(payload)] = payload
         everyone = torch.frombuffer(payloads, dtype=torch.uint8)
-        self._gather(everyone, cuts, Operation.NOTES).wait()
+        self._gather(everyone, cuts, Operation.NOTES, header).wait()
         self.ledger.note("all_gather_bytes", (longest + lengths.itemsize) * (size - 1))
         starts = zip(cuts, lengths.tolist(), strict=False)
         return [bytes(payloads[start : start + length]) for start, length in starts]
@@ -116,11 +120,29 @@ class GroupComm(Comm):
     def share_error(self, error: Exception | None) -> Work:
         if not self._exchanges(self._meeting_device()):
             return NOTHING_TO_DO
-        self.ledger.note("share_error", ERROR_NBYTES * (self.world_size - 1))
-        name = f"rank {self.group_rank}: {Operation.ERRORS.value}"
-        with naming(name):
-            works, check = self._exchange.share_error(error)
-        return Launched(name, works, [check])
+        header = self.headers.send(Operation.ERRORS, error)
+        return Launched(Operation.ERRORS.value, (), [header.raise_error], header)
+
+    @override
+    def compare_calls(self, other: Comm) -> None:
+        if self._exchanges_data and other.headers is not None:
+            self.headers = other.headers
+            self.headers.of_every_call = True
+
+    @override
+    @contextmanager
+    def recovering(self) -> Iterator[None]:
+        headers = self.headers
+        if not headers.of_every_call:
+            yield
+            return
+        headers.send(Operation.RECOVER)
+        headers.of_every_call = False
+        try:
+            yield
+            headers.even_out(max(all_gather_json(self, headers.num_sent)))
+        finally:
+            headers.of_every_call = True
 
     @override
     def send(self, data: torch.Tensor, target: int) -> None:
@@ -190,7 +212,13 @@ class GroupComm(Comm):
                 dist.destroy_process_group(group)
             del _unused[name]
 
-    def _gather(self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation) -> Launched:
+    def _gather(
+        self,
+        buffer: torch.Tensor,
+        cuts: Sequence[int],
+        operation: Operation,
+        header: Header | None,
+    ) -> Launched:
         own = slice(cuts[self.group_rank], cuts[self.group_rank + 1])
         device = self._wire_device(buffer.device)
         wire = buffer
@@ -200,7 +228,8 @@ class GroupComm(Comm):
         name = f"rank {self.group_rank}: {operation.value}"
         with naming(name):
             works = self._transport(device).all_gather(wire, cuts, operation)
-        return Launched(name, works, [] if wire is buffer else [lambda: buffer.copy_(wire)])
+        finish = [] if wire is buffer else [lambda: buffer.copy_(wire)]
+        return Launched(name, works, finish, header)
 
     def _transport(self, device: torch.device) -> Exchange | Collectives:
         return self._exchange if self._exchanges(device) else self._collectives

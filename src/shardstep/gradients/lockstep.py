@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from shardstep.comm import Comm, Operation, Work, all_gather_json
+from shardstep.comm import (
+    BatchSkippedError,
+    Comm,
+    Operation,
+    OutOfStepError,
+    Work,
+    all_gather_json,
+)
 from shardstep.comm.join import JoinContext
 from shardstep.params.sharded_params import ShardedParams
 
@@ -35,14 +42,6 @@ WAITED_FOR = frozenset({"cpu"})
 """Kinds of devices whose notes are compared at once. Reading those of others would hold them up."""
 
 PLAIN = frozenset({float, int, bool, str, type(None)})
-
-
-class OutOfStepError(RuntimeError):
-    """Ranks are at different places of the training loop, or have different options."""
-
-
-class BatchSkippedError(OutOfStepError):
-    """Another rank gave this batch up with `recover()`; call `recover()` here, too."""
 
 
 class Lockstep:
@@ -116,13 +115,14 @@ class Lockstep:
 
         Called on every rank. The first note comes before the ranks compare.
         """
-        yield
-        self._arriving = None
-        own = [getattr(self, name) for name in COUNTS]
-        counts = all_gather_json(self.recovery_comm or comm, own)
-        highest = dict(zip(COUNTS, map(max, zip(*counts, strict=True)), strict=True))
-        for _ in range(highest["rounds"] - self.rounds):
+        with comm.recovering():
             yield
+            self._arriving = None
+            own = [getattr(self, name) for name in COUNTS]
+            counts = all_gather_json(self.recovery_comm or comm, own)
+            highest = dict(zip(COUNTS, map(max, zip(*counts, strict=True)), strict=True))
+            for _ in range(highest["rounds"] - self.rounds):
+                yield
         vars(self).update(highest)
 
     # --------------------------------------------------------------------------------- differences
@@ -133,10 +133,7 @@ class Lockstep:
             return
         for rank, (marks, *_) in enumerate(notes):
             if marks & GIVEN_UP:
-                raise BatchSkippedError(
-                    f"rank {rank} skipped this batch; call recover() on every rank, and continue "
-                    "with the next batch"
-                )
+                raise BatchSkippedError(rank)
         present = [(rank, note) for rank, note in enumerate(notes) if not note[0] & JOINED]
         source, first = present[0]
         if any(note[0] & EDITED or note[-1] != first[-1] for _, note in present):

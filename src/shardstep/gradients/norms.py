@@ -5,10 +5,10 @@ Note [Norms of sharded gradients]
 `torch.nn.utils.clip_grad_norm_`, Trainer, Accelerate and Lightning ask each `param.grad` for its
 norm, and then scale each. The first question after the gradients have changed gathers the norms of
 all of them, in one collective; further ones are answered from its result, in any order. So every
-rank has to ask for norms of the same order between two changes, as every rank clips. A rank that
-asks alone waits, and raises after the timeout of the process group. Scaling and clamping change
-this rank's pieces, and send nothing. Torch may ask and scale one by one: neither may look at all
-parameters each time.
+rank has to ask for norms of the same order between two changes, as every rank clips. If a rank asks
+alone, every rank raises: over Gloo at once, elsewhere after the timeout. Scaling and clamping
+change this rank's pieces, and send nothing. Torch may ask and scale one by one: neither may look at
+all parameters each time.
 """
 
 from __future__ import annotations

@@ -169,8 +169,7 @@ class Mode(Stepper):
     def adapt(self, stepping: bool) -> None:
         # Data that only moved is this rank's own affair. Freezing, unfreezing, or another dtype or
         # device change the plan, and must be done on every rank. Ranks that changed different
-        # things raise. A rank that changed nothing does not know, and waits until the timeout of
-        # the process group.
+        # things raise. A rank that changed nothing does not know, and makes another call.
         params = self.pipeline.params
         self.pipeline.gather.wait()
         if params.hand_edit() is not None:

@@ -104,6 +104,7 @@ class ModuleMode(Mode):
         if self._recoverable:
             self.lockstep.recovery_comm = self.comm.new_connection("gloo")
         self.comm = self.comm.new_connection()
+        self.gather_comm.compare_calls(self.comm)
         followed = self._module if self._broadcast_buffers else None
         self.buffers = ModuleBuffers(self.comm, self.join, followed)
 

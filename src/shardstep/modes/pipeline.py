@@ -17,10 +17,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from shardstep.comm import span
+from shardstep.comm import OutOfStepError, span
 from shardstep.gather import ParamGather
 from shardstep.gradients import GradientSource
-from shardstep.gradients.lockstep import Lockstep, OutOfStepError
+from shardstep.gradients.lockstep import Lockstep
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
 from shardstep.params.module import ModuleBuffers
