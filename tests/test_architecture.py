@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,6 +156,20 @@ def test_files_and_classes_stay_short() -> None:
                 if count > MAX_CLASS_LINES:
                     long.append(f"class {node.name}: {count} lines")
     assert long == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_hops", "max_files"), [("module", 40, 12), ("drop-in", 24, 10)]
+)
+def test_an_iteration_takes_few_hops(mode: str, max_hops: int, max_files: int) -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "hops.py"
+    command = [sys.executable, str(script), "--mode", mode]
+    last = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[
+        -1
+    ]
+    _, hops, files = map(int, re.findall(r"\d+", last))
+    assert hops <= max_hops, last
+    assert files <= max_files, last
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
