@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -37,7 +38,7 @@ def apply(mode: Mode, act: Callable[[], object]) -> None:
                 before.update({index: part.clone() for index, part in _frozen(params).items()})
             pipeline.local.mark_changed()
             with pipeline.local.exposed_options():
-                pipeline.update(_HiddenGradients(params.shard), act)
+                pipeline.update(_hidden_gradients(params.shard), act)
 
     try:
         run_on_all_ranks(mode.comm, "apply()", act_here)
@@ -75,19 +76,14 @@ def _send_frozen(mode: Mode, before: dict[int, torch.Tensor]) -> None:
         local_part(mode.params[index]).copy_(whole)
 
 
-class _HiddenGradients:
-    """Hides the gradients of a shard during an update that must not see them."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-
-    def collect(self) -> None:
-        """Hide them."""
-        self._hidden = [(tensor, tensor.grad) for _, tensor in self._shard]
-        for tensor, _ in self._hidden:
-            tensor.grad = None
-
-    def release(self) -> None:
-        """Put them back."""
-        for tensor, grad in self._hidden:
+@contextmanager
+def _hidden_gradients(shard: Shard) -> Iterator[None]:
+    """Hide the gradients of a shard from an update that must not see them."""
+    hidden = [(tensor, tensor.grad) for _, tensor in shard]
+    for tensor, _ in hidden:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, grad in hidden:
             tensor.grad = grad

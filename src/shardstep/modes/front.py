@@ -149,9 +149,7 @@ class ModeFront(Optimizer, Joinable):
             "joined ranks cannot be sent gradients of its parts; give all ranks the same number of "
             "batches",
         )
-        return _ZeROJoinHook(
-            lambda: self.mode.shadow(self.step, self.zero_grad), lambda: self.mode.end_join()
-        )
+        return _ZeROJoinHook(self)
 
     @property
     def join_device(self) -> torch.device:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -270,26 +270,19 @@ class _Reduction:
     future: torch.futures.Future[torch.Tensor]
 
 
-class _BucketGradients:
-    """The gradients in one DDP bucket."""
-
-    def __init__(self, pipeline: Pipeline, grads: Mapping[int, torch.Tensor]) -> None:
-        self._params = pipeline.params
-        self._local = pipeline.local
-        self._grads = grads
-
-    def collect(self) -> None:
-        """Give the pieces of this bucket their gradients."""
-        for piece, tensor in self._params.shard:
-            if piece.param in self._grads:
-                stride = self._params.params[piece.param].stride()
-                grad = self._grads[piece.param]
-                tensor.grad = piece_gradient(grad, piece, stride, tensor.dtype)
-
-    def release(self) -> None:
-        """Drop them."""
-        self._local.let_go_of_gradients()
-        for _, tensor in self._params.shard:
+@contextmanager
+def _bucket_gradients(pipeline: Pipeline, grads: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Give the pieces of one DDP bucket their gradients."""
+    params = pipeline.params
+    for piece, tensor in params.shard:
+        if piece.param in grads:
+            stride = params.params[piece.param].stride()
+            tensor.grad = piece_gradient(grads[piece.param], piece, stride, tensor.dtype)
+    try:
+        yield
+    finally:
+        pipeline.local.let_go_of_gradients()
+        for _, tensor in params.shard:
             tensor.grad = None
 
 
@@ -346,7 +339,7 @@ class BucketStepper:
         before = _step_counters(mode.optim)
         try:
             if not self._edited:
-                gradients = _BucketGradients(pipeline, grads)
+                gradients = _bucket_gradients(pipeline, grads)
                 pipeline.update(gradients, pipeline.local.step, grads)
         except Exception as error:
             # Not raised inside DDP's hook: the other ranks wait for its later buckets.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
@@ -13,6 +13,9 @@ from shardstep.comm import Comm, all_gather_json
 from shardstep.params.flat import flat
 from shardstep.plan import ShardPlan
 
+if TYPE_CHECKING:
+    from shardstep.modes.front import ModeFront
+
 
 class _ZeROJoinHook(JoinHook):
     """Shadows the ranks that still have data.
@@ -20,17 +23,16 @@ class _ZeROJoinHook(JoinHook):
     A joined rank still owns its part of the state, so it has to go on updating it.
     """
 
-    def __init__(self, shadow: Callable[[], object], end: Callable[[], object]) -> None:
-        self._shadow = shadow
-        self._end = end
+    def __init__(self, zero: ModeFront) -> None:
+        self._zero = zero
 
     def main_hook(self) -> None:
         """Take part. Called on every joined rank."""
-        self._shadow()
+        self._zero.mode.shadow(self._zero.step, self._zero.zero_grad)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Stop to shadow. Called on every rank once all have joined."""
-        self._end()
+        self._zero.mode.end_join()
 
 
 def options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -10,10 +10,10 @@ a change outside of a step (`apply`) go through the same stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,16 +29,6 @@ from shardstep.state.view import ShardView
 
 T = TypeVar("T")
 Closure = Callable[[], float]
-
-
-class PieceGradients(Protocol):
-    """The gradients of one update."""
-
-    def collect(self) -> None:
-        """Give every tensor of this rank's shard its gradient, or None."""
-
-    def release(self) -> None:
-        """Drop references to gradients after the update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +66,7 @@ class Pipeline:
 
         try:
             with self.stepping():
-                loss = self.update(self.gradients, act)
+                loss = self.update(self._collected(), act)
         except Exception as error:
             if failed:
                 self._finish(error)
@@ -108,20 +98,30 @@ class Pipeline:
         with shard.stepping() if shard.wide.needed else nullcontext():
             yield
 
+    @contextmanager
+    def _collected(self) -> Iterator[None]:
+        self.gradients.collect()
+        try:
+            yield
+        finally:
+            self.gradients.release()
+
     def update(
         self,
-        gradients: PieceGradients,
+        gradients: AbstractContextManager[None],
         act: Callable[[], T],
         among: Collection[int] | None = None,
     ) -> T:
-        """Update this rank's pieces, and write them back to their parameters."""
-        gradients.collect()
-        try:
-            with span("step"):
-                return act()
-        finally:
-            gradients.release()
-            self.write_back(among)
+        """Update this rank's pieces, and write them back to their parameters.
+
+        In the context `gradients`, every piece has its gradient, or None.
+        """
+        with gradients:
+            try:
+                with span("step"):
+                    return act()
+            finally:
+                self.write_back(among)
 
     def write_back(self, among: Collection[int] | None = None) -> None:
         """Write updated pieces of these parameters, or of all, back to them."""
