@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import inspect
 import itertools
 import json
 import os
+import signal
 import time
 import weakref
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +29,7 @@ from torch import Tensor, nn
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.comm import GroupComm, Operation, SoloComm, all_gather_json, connect, group
-from shardstep.comm.api import PACK_NBYTES, _packs, broadcast
+from shardstep.comm.api import PACK_NBYTES, Launched, _packs, broadcast
 
 
 def test_one_rank_without_a_group_has_everything_already() -> None:
@@ -316,6 +320,29 @@ def test_a_subgroup_is_not_split_off_a_bound_default_group() -> None:
     with mock.patch.object(dist, "new_group", noted):
         comm.new_connection()
     assert [*seen, str(world.bound_device_id)] == [None, None, "cuda:0"]
+
+
+def test_a_signal_handler_that_waits_for_a_message_finds_all_of_its_operation() -> None:
+    """Python calls the handler after the first of two messages, which are waited for in C."""
+    arrived: list[int] = []
+    found: list[int] = []
+    # Python's own functions would call the handler themselves, before they return.
+    kill = ctypes.CDLL(None).kill
+    interrupt = SimpleNamespace(wait=partial(kill, os.getpid(), int(signal.SIGUSR1)))
+    launched = Launched(
+        "an operation", [interrupt, SimpleNamespace(wait=partial(arrived.append, 1))]
+    )
+
+    def read(*args: Any) -> None:
+        launched.wait()
+        found.extend(arrived)
+
+    before = signal.signal(signal.SIGUSR1, read)
+    try:
+        launched.wait()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == arrived == [1]
 
 
 @on_ranks(2, fresh=True)
