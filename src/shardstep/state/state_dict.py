@@ -20,14 +20,7 @@ from shardstep.local.multi_class import extras
 from shardstep.plan import ShardPlan
 from shardstep.state.exchange import move_state
 from shardstep.state.named_dict import numbered
-from shardstep.state.torch_dict import (
-    finish_load,
-    load_share,
-    masters_in,
-    match_params,
-    pack_groups,
-    warn_of_missing_state,
-)
+from shardstep.state.torch_dict import pack_groups, share_of, warn_of_missing_state
 from shardstep.state.view import ShardView
 
 StateDict = dict[str, Any]
@@ -118,18 +111,17 @@ def load_full(shards: ShardView, groups: Groups, state_dict: Mapping[str, Any]) 
     """
     shards.local.refuse_hand_edit()
     names = [spec.name for spec in shards.plan.specs]
-    full = match_params(numbered(state_dict, groups, names), groups)
+    full = numbered(state_dict, groups, names)
+    share = share_of(full, shards)
     present = {index for index in range(len(names)) if full["state"].get(index)}
-    masters = masters_in(full, shards)
-    shards.give_masters({*present, *full["masters"]})
-    load_share(full, shards)
+    shards.give_masters({*present, *full.get("masters", ())})
+    share.install(shards)
     given = shards.local.groups_given
     # Accelerate loads a copy of the dict that it was given before the first step. The dict itself
     # comes from torch.distributed.checkpoint, which has read nothing into it.
     itself = given is None or given is state_dict.get("param_groups")
     quiet = shards.local.fresh and not itself
-    rounding_step = full.get("rounding_step", shards.rounding_step)
-    finish_load(shards, masters, bool(present), bool(full["masters"]), rounding_step)
+    share.finish(shards)
     if present or not quiet:
         warn_of_missing_state(shards, present)
 

@@ -18,6 +18,9 @@ from shardstep.plan import Box, Interval, ParamSpec, boxes
 
 aten = torch.ops.aten
 
+Cut = tuple[Interval, ParamSpec]
+"""The elements of a parameter that this rank holds."""
+
 
 class Placeholder(torch.Tensor):
     """A tensor of the optimizer state that is sharded across ranks.
@@ -45,7 +48,7 @@ class Placeholder(torch.Tensor):
         device: torch.device,
         started: bool,
         part: torch.Tensor | None = None,
-        cut: tuple[Interval, ParamSpec] | None = None,
+        cut: Cut | None = None,
     ) -> Placeholder:
         """Make a placeholder with this rank's part, if it has one.
 

@@ -35,7 +35,6 @@ from shardstep.checkpoint.write import (
     HF_INDEX,
     WEIGHTS,
     FileLayout,
-    add_groups,
     made_by,
     write_alone,
 )
@@ -306,7 +305,7 @@ def _save_optimizer(
         positional,
         stepped=bool(state),
         params=tuple(params),
-        groups=add_groups(files, groups, called),
+        groups=files.add_groups(groups, called),
         global_state=files.add_value("state", global_state),
         extra_entries=files.add_value("beside", extra_entries),
         rounding_step=rounded,

@@ -11,11 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardstep.checkpoint.files import Stages, no_stages
-from shardstep.checkpoint.format import (
-    Contents,
-    SavedParam,
-    Tree,
-)
+from shardstep.checkpoint.format import Contents, SavedParam, Tree
 from shardstep.checkpoint.inputs import ModelState
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.write import FileLayout, made_by, pieces_of, write_alone
@@ -70,7 +66,7 @@ def _reshard(checkpoint: Checkpoint, files: FileLayout, layout: Layout | None) -
     optimizer, model, extra = old.optimizer, old.model, old.extra
 
     def move(name: str, tree: Tree) -> Tree:
-        return files.add_tree(name, tree.node, lambda n: checkpoint.stream(tree.stored[n]))
+        return files.add_tree(name, tree, lambda n: checkpoint.stream(tree.stored[n]))
 
     def move_param(index: int, param: SavedParam, pieces: list[tuple[int, Box]]) -> SavedParam:
         if param.state is None:
