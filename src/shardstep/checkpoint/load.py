@@ -22,15 +22,21 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.checkpoint.files import CheckpointError
-from shardstep.checkpoint.format import SavedOptimizer, SavedParam, Stored, master_of, split_masters
-from shardstep.checkpoint.inputs import check_model, comm_of, unwrapped_optimizer
+from shardstep.checkpoint.format import SavedOptimizer, SavedParam, Stored, split_masters
+from shardstep.checkpoint.inputs import (
+    check_model,
+    comm_of,
+    split_state_dict,
+    unwrapped_optimizer,
+)
 from shardstep.checkpoint.match import Match
-from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.read import Checkpoint, saved_model, saved_optimizer
 from shardstep.comm import Comm, Operation, broadcast
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import CLASS_KEY, MultiClass, parts_of
 from shardstep.params.flat import flat, view_box
 from shardstep.params.groups import group_ranges
+from shardstep.params.names import unwrapped
 from shardstep.plan import Interval, ParamSpec, boxes
 from shardstep.state.torch_dict import Share, warn_of_missing_state
 from shardstep.state.tree import Leaf, wrappers
@@ -139,11 +145,14 @@ def _open_same(
 def _files_needed(match: Match) -> list[str]:
     """Return the files with tensors of the parts that are loaded."""
     contents = match.checkpoint.contents
-    if match.optimizer is None and not match.reads_masters:
+    if match.optimizer is None:
         contents = replace(contents, optimizer=None)
     if match.model is None:
         contents = replace(contents, model=None)
-    return sorted({chunk.file for _, stored in contents.tensors() for chunk in stored.chunks})
+    tensors = [stored for _, stored in contents.tensors()]
+    # Masters may be read for the model alone.
+    tensors += match.weights.values()
+    return sorted({chunk.file for stored in tensors for chunk in stored.chunks})
 
 
 @dataclass(slots=True)
@@ -159,17 +168,16 @@ class _Loading:
     def read(self) -> None:
         """Read everything that this rank needs, and change nothing."""
         match, checkpoint = self.match, self.match.checkpoint
-        contents = checkpoint.contents
-        if match.optimizer is not None and contents.optimizer is not None:
-            self.share = self._read_optimizer(match.optimizer, contents.optimizer)
-        if match.model is not None and contents.model is not None:
+        if match.optimizer is not None:
+            self.share = self._read_optimizer(match.optimizer, saved_optimizer(checkpoint))
+        if match.model is not None:
             for name, stored in match.own_weights().items():
                 if match.strict and name in match.alternatives:
                     self._check_alternatives(name)
                 self.weights[name] = checkpoint.read_tensor(stored)
-            self.extra_state = checkpoint.read_value(contents.model.extra_state)
-        if contents.extra is not None:
-            self.extra = checkpoint.read_value(contents.extra)
+            self.extra_state = checkpoint.read_value(saved_model(checkpoint).extra_state)
+        if checkpoint.contents.extra is not None:
+            self.extra = checkpoint.read_value(checkpoint.contents.extra)
 
     def _read_optimizer(self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer) -> Share:
         match, shards = self.match, optimizer.shards
@@ -184,7 +192,7 @@ class _Loading:
         }
         states, masters = split_masters(read)
         wider = match.wider_weights()
-        with_master = {index for index, each in found.items() if master_of(each.state) is not None}
+        with_master = {index for index, each in found.items() if each.master is not None}
         for index, master in shards.masters().items():
             if index not in masters and index in wider:
                 masters[index] = torch.empty_like(master)
@@ -273,7 +281,9 @@ class _Loading:
         """Install what runs the user's code, which may raise. Each step is preceded by its undo."""
         match = self.match
         try:
-            match.refresh_targets()
+            if match.model is not None:
+                # Creating masters may have moved parameters.
+                match.targets = split_state_dict(unwrapped(match.model).state_dict()).tensors
             if match.optimizer is not None and self.share is not None:
                 self._install_state(match.optimizer, self.share, undo)
             for name, (module, old) in match.extra_state.items():

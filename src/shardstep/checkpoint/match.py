@@ -13,17 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardstep.checkpoint.files import require
-from shardstep.checkpoint.format import (
-    SavedModel,
-    SavedOptimizer,
-    SavedParam,
-    Stored,
-    Tree,
-    master_of,
-    own_entries,
-)
+from shardstep.checkpoint.format import SavedModel, SavedOptimizer, SavedParam, Stored, Tree
 from shardstep.checkpoint.inputs import EXTRA_STATE, named_params, names_of, split_state_dict
-from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.read import Checkpoint, saved_model, saved_optimizer
 from shardstep.checkpoint.write import assign_owners
 from shardstep.comm import Comm
 from shardstep.local.multi_class import saved_name
@@ -70,19 +62,14 @@ class Match:
     owners: dict[str, int] = field(default_factory=dict)  # the ranks that read `weights`
     # By saved name: the module that has this extra state, and the present value.
     extra_state: dict[str, tuple[torch.nn.Module, Any]] = field(default_factory=dict)
-    reads_masters: bool = False  # for some of `weights`
 
     def find(self) -> str:
         """Fill the fields. Return a digest of everything that is to be read."""
-        contents = self.checkpoint.contents
         refuse_dtensors(named_params(self.optimizer, self.model), NO_OFFSETS)
-        for part, given in {"optimizer": self.optimizer, "model": self.model}.items():
-            saved = getattr(contents, part) is not None
-            self.require(given is None or saved, f"there is no {part} in it")
-        if self.optimizer is not None and contents.optimizer is not None:
-            self._match_optimizer(self.optimizer, contents.optimizer)
-        if self.model is not None and contents.model is not None:
-            self._match_model(unwrapped(self.model), contents.model)
+        if self.optimizer is not None:
+            self._match_optimizer(self.optimizer, saved_optimizer(self.checkpoint))
+        if self.model is not None:
+            self._match_model(unwrapped(self.model), saved_model(self.checkpoint))
         self.require(
             not self.strict or not (self.missing or self.unexpected),
             f"{self.differences()}; pass names={{here: there}} for renamed parameters, or "
@@ -94,11 +81,6 @@ class Match:
         forms = [(self.targets[name].dtype, self.targets[name].stride()) for name in self.weights]
         parts = [self.optimizer is not None, self.model is not None, self.strict]
         return hashlib.sha256(repr([parts, found, self.weights, forms]).encode()).hexdigest()
-
-    def refresh_targets(self) -> None:
-        """Look the model's tensors up again. Creating masters may have moved parameters."""
-        if self.model is not None:
-            self.targets = split_state_dict(unwrapped(self.model).state_dict()).tensors
 
     def require(self, fits: bool, problem: str) -> None:
         """Raise `CheckpointError` unless the checkpoint fits."""
@@ -145,11 +127,10 @@ class Match:
                 f"parameter {param.name!r} has shape {param.shape} there, but "
                 f"{specs[index].shape} here; {OTHER_MODEL}",
             )
-            node = ["dict", []] if param.state is None else param.state.node
-            empty = all(item == ["value", None] for item in own_entries(node))
+            empty = all(item == ["value", None] for item in param.entries)
             if specs[index].trainable and empty:
                 self.without_state.append(index)
-            for leaf in () if param.state is None else param.state.leaves:
+            for leaf in param.leaves:
                 self.require(
                     leaf.shape == param.shape or leaf.nbytes <= most,
                     f"state {leaf.path!r} of parameter {param.name!r} takes {leaf.nbytes:,} bytes, "
@@ -210,7 +191,7 @@ class Match:
         own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
         optimizer = self.checkpoint.contents.optimizer
         params = () if optimizer is None else optimizer.params
-        masters = {param.name: master_of(param.state) for param in params}
+        masters = {param.name: param.master for param in params}
         saved_names = saved.tensors.keys() | saved.aliases.keys()
         used: set[str] = set()
         for name, target in self.targets.items():
@@ -232,7 +213,6 @@ class Match:
                 there += [each for each in short if each not in saved_names]
                 found = [master for each in there if (master := masters.get(each)) is not None]
                 found = [master for master in found if master.shape == stored.shape]
-                self.reads_masters |= bool(found)
                 stored = found[0] if found else stored
             self._check_target(name, target, stored, _storage(target) in own)
             self.weights[name] = stored
@@ -278,7 +258,7 @@ class Match:
         contents = self.checkpoint.contents
         nbytes = sum(stored.nbytes for stored in self.own_weights().values())
         trees = [contents.extra]
-        if self.optimizer is not None and contents.optimizer is not None:
+        if self.optimizer is not None:
             plan, params = self.optimizer.plan, self.optimizer.shards.params
             held = self.optimizer.shards.held
             for index in held.keys() & self.found.keys():
@@ -286,7 +266,7 @@ class Match:
                 if state is not None and params[index].device.type == "cpu":
                     share = held[index].numel / max(1, plan.specs[index].numel)
                     nbytes += int(share * state.nbytes)
-            trees += [contents.optimizer.global_state, *self.options]
+            trees += [saved_optimizer(self.checkpoint).global_state, *self.options]
         nbytes += sum(stored.nbytes for tree in trees if tree for stored in tree.stored.values())
         self.require(
             nbytes <= memory_nbytes(),

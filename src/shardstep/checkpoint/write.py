@@ -7,6 +7,7 @@ tensor. `write_checkpoint` needs neither of them: a background save runs it on c
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import json
 import os
@@ -54,7 +55,7 @@ from shardstep.checkpoint.inputs import (
 from shardstep.checkpoint.safetensors import Source, write
 from shardstep.checkpoint.staging import Staging, keep_last
 from shardstep.comm import Comm, SoloComm
-from shardstep.comm.consensus import check_same_on_all_ranks, run_on_all_ranks
+from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import PER_PARAMETER, extras, saved_name
 from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.flat import view_box
@@ -114,22 +115,28 @@ def plan_save(
         own = attach_masters(shards.local.states(), shards.masters())
         kept = survey(comm, shards.plan, own)
 
-    def describe() -> tuple[dict[str, str], list[str]]:
+    texts: dict[str, str] = {}
+
+    def describe() -> str:
         contents = Contents(
             None if optimizer is None else _add_optimizer(files, optimizer, model, kept),
             None if model is None else _add_model(files, unwrapped(model)),
             None if extra is None else files.add_value("extra", extra),
             made_by(comm.world_size),
         )
+        if comm.group_rank == 0:
+            texts.update(json_files(contents))
         # Rank 0 describes the files of all ranks, so these must agree on places.
         params = () if contents.optimizer is None else contents.optimizer.params
-        lines = [f"{param.name!r} {param.state and param.state.stored}" for param in params]
-        if contents.model is not None:
-            lines += [f"{name!r} {each}" for name, each in contents.model.tensors.items()]
-            lines.append(f"{contents.model.aliases}")
-        return json_files(contents) if comm.group_rank == 0 else {}, lines
+        states = [param.state and param.state.stored for param in params]
+        tensors = contents.model and (contents.model.tensors, contents.model.aliases)
+        return hashlib.sha256(repr([states, tensors]).encode()).hexdigest()
 
-    texts = check_same_on_all_ranks(comm, "saving a checkpoint", describe)
+    if len(set(run_on_all_ranks(comm, "saving a checkpoint", describe))) > 1:
+        raise ValueError(
+            f"rank {comm.group_rank}: the ranks would save different models or optimizers; build "
+            "the same on all ranks"
+        )
     return SaveJob(Path(path).absolute(), files.own_files, texts, keep)
 
 

@@ -230,8 +230,8 @@ def _import_safetensors(source: Path, path: Path, stages: Stages) -> Path:
             for name, entry in weights.entries.items():
                 if name in tensors:
                     raise CheckpointError(f"{file}: tensor {name!r} is in {file_of[name]} too")
-                form = (entry.dtype, entry.shape)
-                tensors[name] = Streamed(*form, partial(weights.read, name, *form))
+                read = partial(weights.read, name, entry)
+                tensors[name] = Streamed(entry.dtype, entry.shape, read)
                 file_of[name] = file.name
         for name, listed in index.items():
             if file_of.get(name) != listed:

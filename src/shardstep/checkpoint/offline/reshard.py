@@ -111,8 +111,7 @@ def _spec(param: SavedParam) -> ParamSpec:
 
     If the parameter has another format, ranks read their elements from several files.
     """
-    found = param.state.leaves if param.state is not None else []
-    strides = [leaf.stride for leaf in found if leaf.shape == param.shape]
+    strides = [leaf.stride for leaf in param.leaves if leaf.shape == param.shape]
     stride = strides[0] if strides else contiguous(param.shape)
     return ParamSpec(
         param.name, param.shape, stride, param.dtype, "cpu#0", group=0, trainable=param.trainable
