@@ -23,12 +23,7 @@ from torch.optim import Optimizer
 
 from shardstep.checkpoint.files import CheckpointError
 from shardstep.checkpoint.format import SavedOptimizer, SavedParam, Stored, split_masters
-from shardstep.checkpoint.inputs import (
-    check_model,
-    comm_of,
-    split_state_dict,
-    unwrapped_optimizer,
-)
+from shardstep.checkpoint.inputs import check_model, optimizer_and_comm, split_state_dict
 from shardstep.checkpoint.match import Match
 from shardstep.checkpoint.read import Checkpoint, saved_model, saved_optimizer
 from shardstep.comm import Comm, Operation, broadcast
@@ -94,8 +89,7 @@ def load(
         CheckpointError: if the checkpoint is damaged or does not fit.
         TypeError: if `path`, `optimizer` or `model` is of another type.
     """
-    optimizer = unwrapped_optimizer(optimizer)
-    comm = comm_of(optimizer)
+    optimizer, comm = optimizer_and_comm(optimizer)
     what = f"loading {path}"
     if optimizer is not None:
         optimizer.shards.wait_for_params()
@@ -151,7 +145,7 @@ def _files_needed(match: Match) -> list[str]:
         contents = replace(contents, model=None)
     tensors = [stored for _, stored in contents.tensors()]
     # Masters may be read for the model alone.
-    tensors += match.weights.values()
+    tensors += [weight.stored for weight in match.weights.values()]
     return sorted({chunk.file for stored in tensors for chunk in stored.chunks})
 
 
@@ -171,10 +165,10 @@ class _Loading:
         if match.optimizer is not None:
             self.share = self._read_optimizer(match.optimizer, saved_optimizer(checkpoint))
         if match.model is not None:
-            for name, stored in match.own_weights().items():
-                if match.strict and name in match.alternatives:
-                    self._check_alternatives(name)
-                self.weights[name] = checkpoint.read_tensor(stored)
+            for name, weight in match.weights_of(match.comm.group_rank).items():
+                if match.strict and len(weight.alternatives) > 1:
+                    self._check_alternatives(name, weight.alternatives)
+                self.weights[name] = checkpoint.read_tensor(weight.stored)
             self.extra_state = checkpoint.read_value(saved_model(checkpoint).extra_state)
         if checkpoint.contents.extra is not None:
             self.extra = checkpoint.read_value(checkpoint.contents.extra)
@@ -213,9 +207,8 @@ class _Loading:
             rounding_step=saved.rounding_step,
         )
 
-    def _check_alternatives(self, name: str) -> None:
+    def _check_alternatives(self, name: str, alternatives: list[Stored]) -> None:
         """Raise if the checkpoint has different tensors for the names of one tensor here."""
-        alternatives = self.match.alternatives[name]
         # As bytes: NaN does not equal itself.
         read_tensor = self.match.checkpoint.read_tensor
         first, *others = (flat(read_tensor(each)).view(torch.uint8) for each in alternatives)
@@ -283,7 +276,9 @@ class _Loading:
         try:
             if match.model is not None:
                 # Creating masters may have moved parameters.
-                match.targets = split_state_dict(unwrapped(match.model).state_dict()).tensors
+                targets = split_state_dict(unwrapped(match.model).state_dict()).tensors
+                for name, weight in match.weights.items():
+                    weight.target = targets[name]
             if match.optimizer is not None and self.share is not None:
                 self._install_state(match.optimizer, self.share, undo)
             for name, (module, old) in match.extra_state.items():
@@ -318,10 +313,9 @@ class _Loading:
         match = self.match
         with torch.no_grad():
             for name, value in self.weights.items():
-                match.targets[name].copy_(value)
+                match.weights[name].target.copy_(value)
             for rank in range(match.comm.world_size):
-                owned = [name for name in match.weights if match.owners[name] == rank]
-                share = [_physical(match.targets[name]) for name in owned]
+                share = [_physical(weight.target) for weight in match.weights_of(rank).values()]
                 broadcast(match.comm, share, rank, Operation.LOAD)
 
 

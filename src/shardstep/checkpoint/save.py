@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardstep.checkpoint.inputs import comm_of, unwrapped_optimizer
+from shardstep.checkpoint.inputs import optimizer_and_comm
 from shardstep.checkpoint.staging import unwatch_sigterm, watch_sigterm
 from shardstep.checkpoint.write import SaveJob, plan_save, write_checkpoint
 from shardstep.comm import Comm
@@ -166,12 +166,12 @@ def _begin(
     path: Any, optimizer: Any, model: torch.nn.Module | None, extra: Any, keep: int | None
 ) -> tuple[Comm, AsyncSaveState, SaveJob]:
     """Wait for the running save, and plan the next one. Called on every rank."""
-    optimizer = unwrapped_optimizer(optimizer)
-    comm, state = comm_of(optimizer), _state_without_optimizer
+    optimizer, comm = optimizer_and_comm(optimizer)
+    state = _state_without_optimizer
     if optimizer is not None:
         state = _states.setdefault(optimizer, AsyncSaveState())
     state.finish_running(comm)
-    return comm, state, plan_save(path, optimizer, model, extra, keep)
+    return comm, state, plan_save(comm, path, optimizer, model, extra, keep)
 
 
 def save(

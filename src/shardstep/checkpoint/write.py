@@ -27,12 +27,10 @@ from shardstep.checkpoint.files import (
     Progress,
     Stages,
     no_progress,
-    require,
     write_text,
 )
 from shardstep.checkpoint.format import (
     CONTENTS,
-    NO_MASTER,
     Chunk,
     Contents,
     SavedModel,
@@ -47,9 +45,8 @@ from shardstep.checkpoint.format import (
 from shardstep.checkpoint.inputs import (
     ModelState,
     check_model,
-    comm_of,
-    named_params,
     names_of,
+    refuse_dtensor_params,
     split_state_dict,
 )
 from shardstep.checkpoint.safetensors import Source, write
@@ -57,7 +54,6 @@ from shardstep.checkpoint.staging import Staging, keep_last
 from shardstep.comm import Comm, SoloComm
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import PER_PARAMETER, extras, saved_name
-from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.flat import view_box
 from shardstep.params.groups import group_ranges
 from shardstep.params.names import unwrapped, unwrapped_name
@@ -83,6 +79,7 @@ class SaveJob:
 
 
 def plan_save(
+    comm: Comm,
     path: str | os.PathLike[str],
     optimizer: ZeroRedundancyOptimizer | None,
     model: torch.nn.Module | None,
@@ -90,7 +87,6 @@ def plan_save(
     keep: int | None,
 ) -> SaveJob:
     """Assign everything to files. Called on every rank."""
-    comm = comm_of(optimizer)
 
     def check() -> str:
         if keep is not None and keep < 1:
@@ -98,7 +94,7 @@ def plan_save(
         if optimizer is None and model is None and extra is None:
             raise ValueError("there is nothing to save: give an optimizer, a model or extra")
         check_model(model)
-        refuse_dtensors(named_params(optimizer, model), NO_OFFSETS)
+        refuse_dtensor_params(optimizer, model)
         with_optimizer = " with an optimizer" if optimizer is not None else ""
         with_model = " with a model" if model is not None else ""
         return f"{Path(path).absolute()}{with_optimizer}{with_model}"
@@ -283,7 +279,6 @@ class FileLayout:
         """
         if param.state is None:
             return
-        require(param.master_fits, f"the master of {param.name!r} {NO_MASTER}")
         for number, leaf in enumerate(param.state.leaves):
             if leaf.data is not None:
                 continue

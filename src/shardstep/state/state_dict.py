@@ -29,15 +29,18 @@ Groups = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Consolidated:
-    """The whole state on the CPU, on ranks that asked for it, and the version it is of."""
+    """The whole state on the CPU of one rank, and the version it is of."""
 
-    states: Mapping[int, Any] | None
+    states: Mapping[int, Any]
     masters: Mapping[int, Any]
     version: int
 
 
-def consolidate(shards: ShardView, to: int | str) -> Consolidated:
-    """Gather the whole state on group rank `to` or on `"all"`. Called on every rank."""
+def consolidate(shards: ShardView, to: int | str) -> Consolidated | None:
+    """Gather the whole state on group rank `to` or on `"all"`. Called on every rank.
+
+    Returns None on ranks that do not get it.
+    """
     comm, plan = shards.comm, shards.plan
 
     def check() -> tuple[int | str, list[str]]:
@@ -55,7 +58,7 @@ def consolidate(shards: ShardView, to: int | str) -> Consolidated:
     states = move_state(comm, plan, wanted, shards.local.states(), None)
     masters = move_state(comm, plan, wanted, shards.masters(), None) if shards.widened else {}
     here = to in (comm.group_rank, "all")
-    return Consolidated(states if here else None, masters, shards.local.version)
+    return Consolidated(states, masters, shards.local.version) if here else None
 
 
 def full_state_dict(shards: ShardView, groups: Groups, held: Consolidated | None) -> StateDict:
@@ -65,11 +68,11 @@ def full_state_dict(shards: ShardView, groups: Groups, held: Consolidated | None
         RuntimeError: if this rank has not consolidated the state, or it has changed since.
     """
     local = shards.local
-    if held is not None and held.states is not None and held.version == local.version:
+    if held is not None and held.version == local.version:
         return _full_dict(shards, groups, held.states, held.masters)
     if local.fresh and not local.begins_with_state():
         return _full_dict(shards, groups, {}, {})
-    if held is None or held.states is None:
+    if held is None:
         raise RuntimeError(_remedy(shards.comm, "holds only its share of the optimizer state"))
     what = "consolidated the optimizer state before it last changed, in a step or a load"
     raise RuntimeError(_remedy(shards.comm, what))

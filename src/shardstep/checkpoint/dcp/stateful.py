@@ -25,11 +25,10 @@ from torch.utils._pytree import tree_leaves
 
 from shardstep.checkpoint.dcp.placeholder import Cut, Placeholder
 from shardstep.checkpoint.dcp.portable import from_portable, to_portable
-from shardstep.checkpoint.inputs import named_params, unwrapped_optimizer
+from shardstep.checkpoint.inputs import refuse_dtensor_params, unwrapped_optimizer
 from shardstep.comm import all_gather_json
 from shardstep.comm.consensus import check_same_on_all_ranks
 from shardstep.local.multi_class import extras, optimizer_name
-from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.groups import rename_params
 from shardstep.params.names import strip_wrapper_prefixes
 from shardstep.state.exchange import survey
@@ -105,7 +104,7 @@ class Sharded:
             self._optimizer.load_state_dict(state_dict)
 
     def _load_sharded(self, state_dict: dict[str, Any]) -> None:
-        refuse_dtensors(named_params(self._optimizer), NO_OFFSETS)
+        refuse_dtensor_params(self._optimizer)
         shards, names = self._optimizer.shards, _names(self._optimizer)
         params, described = _survey_state(shards, names)
 
@@ -185,7 +184,7 @@ class _ShardedDict(dict[str, Any]):
 
 def _make_sharded_dict(optimizer: ZeroRedundancyOptimizer, param_names: bool) -> _ShardedDict:
     """Return this rank's part of the state. Called on every rank."""
-    refuse_dtensors(named_params(optimizer), NO_OFFSETS)
+    refuse_dtensor_params(optimizer)
     shards = optimizer.shards
     shards.sync_options()
     names = _names(optimizer)
