@@ -311,6 +311,22 @@ def test_the_table_of_ranks_over_nccl_is_the_raw_files() -> None:
         assert peak == f"{found['peak_bytes'] / 2**30:.2f}", label
 
 
+def test_the_nccl_table_of_the_readme_is_the_raw_files() -> None:
+    files = {"17M, 4": ["nccl-17m-4"], "17M, 2": ["nccl-17m-2"]}
+    files["255M, 2"] = ["nccl-255m-again", "nccl-255m"]
+    for label, ratio, peaks in rows(ROOT / "README.md", "| parameters, ranks |"):
+        raw = [json.loads((RESULTS / f"{name}.json").read_text()) for name in files.pop(label)]
+        found = [run["runs"][0]["contestants"] for run in raw]
+        quoted = []
+        for zero2 in (each["zero2"] for each in found):
+            ratios = zero2["ratio_to_ddp_by_round"]
+            quoted.append(f"{zero2['ratio_to_ddp']:.2f} ({min(ratios):.2f}–{max(ratios):.2f})")
+        assert re.findall(r"[\d.]+ \([^)]*\)", ratio) == quoted, label
+        order = ("zero2", "ddp", "fsdp2")
+        assert peaks == ", ".join(f"{found[0][k]['peak_bytes'] / 2**30:.2f}" for k in order), label
+    assert not files
+
+
 def test_the_frameworks_page_names_the_pinned_versions() -> None:
     page = (ROOT / "docs" / "frameworks.md").read_text()
     pinned = re.findall(r"^(\w+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
