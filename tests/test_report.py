@@ -44,7 +44,7 @@ def test_a_report_agrees_with_what_was_allocated_and_sent(module_given: bool) ->
     assert (report.gradient_nbytes > 0) is module_given
     assert report.parameter_nbytes == sum(param.nbytes for param in module.parameters())
     assert "group 0: whole tensors: Muon needs 2-D parameters" in str(report)
-    assert "group 1: sliced tensors: AdamW updates each element on its own" in str(report)
+    assert "group 1: sliced tensors: AdamW updates each element separately" in str(report)
     assert "optimizer state" in str(report)
     # Which parameters had a gradient travels along, and is not in it.
     assert report.sent_nbytes <= sent <= report.sent_nbytes + 4096
@@ -65,9 +65,9 @@ def test_one_rank_is_told_what_several_would_do() -> None:
     def said(cls: Any, **options: Any) -> str:
         return str(ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], cls, **options).report())
 
-    assert "on several ranks whole tensors: Adafactor updates each tensor" in said(optim.Adafactor)
-    assert "on several ranks sliced tensors: AdamW updates each element" in said(optim.AdamW)
-    assert "not for several ranks: Coupled couples all parameters" in said(Coupled, lr=0.1)
+    assert "with more ranks, whole tensors: Adafactor updates each tensor" in said(optim.Adafactor)
+    assert "with more ranks, sliced tensors: AdamW updates each element" in said(optim.AdamW)
+    assert "more ranks are refused: Coupled couples all parameters" in said(Coupled, lr=0.1)
     head = said(Coupled, lr=0.1).splitlines()[0]
     assert head == "Coupled on 1 rank, drop-in (ZeRO-1), layout whole, 3 trainable elements"
 

@@ -99,11 +99,11 @@ def _full_dict(
 def _remedy(comm: Comm, what: str) -> str:
     rank = comm.group_rank
     return (
-        f"rank {rank} {what}; to get all of it here, call consolidate_state_dict(to={rank}) on all "
-        f"{comm.world_size} ranks of the process group first, and then state_dict() on rank "
-        f"{rank}; if every rank asks for it, consolidate_state_dict(to='all'); for "
-        "torch.distributed.checkpoint, pass shardstep.checkpoint.Sharded(optimizer); for its "
-        "get_state_dict(), Sharded(optimizer).as_optimizer()"
+        f"rank {rank} {what}. Call consolidate_state_dict(to={rank}) on all {comm.world_size} "
+        f"ranks of the process group, and then state_dict() on rank {rank}. If every rank needs "
+        "the state, call consolidate_state_dict(to='all'). For torch.distributed.checkpoint, pass "
+        "shardstep.checkpoint.Sharded(optimizer). In its get_state_dict(model, optimizer), write "
+        "Sharded(optimizer).as_optimizer() in place of optimizer."
     )
 
 
