@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from ddp_ways import WAYS, expected, overlapping
-from models import Kind, Problem, noise, train, with_zero
+from ddp_ways import WAYS, overlapping
+from models import Kind, Problem, noise, train, with_ddp, with_zero
 from problems import differing
 from ranks import run_ranks
 from torch import Tensor, nn, optim
@@ -52,7 +52,7 @@ def without_hook(way: str) -> list[Tensor]:
     if way == "register":
         setup = with_zero(PROBLEM.fresh(), KIND)
     else:
-        setup = expected(PROBLEM.fresh(), KIND, comm_hook=allreduce_hook, **BUCKETS)
+        setup = with_ddp(PROBLEM.fresh(), KIND, comm_hook=allreduce_hook, **BUCKETS)
     train(setup, PROBLEM, range(ITERATIONS))
     return setup.params
 

@@ -20,7 +20,6 @@ from models import (
     ConvNet,
     Problem,
     Setup,
-    furthest,
     noise,
     rank,
     train,
@@ -30,6 +29,7 @@ from models import (
 )
 from on_ranks import on_ranks
 from problems import assert_same, differing
+from scenarios import distance
 from torch import Tensor, nn
 from traffic import Traffic, counted
 
@@ -64,7 +64,7 @@ def test_what_is_held_back_is_sent_once_by_the_next_backward_or_the_step() -> No
     batch = torch.cat([noise(step, 6, 16) for step in range(4)])
     (4 * whole.model(batch).square().mean()).backward()
     whole.opt.step()
-    assert furthest(whole.params, zero.params) < 1e-5
+    assert distance(whole.params, zero.params) < 1e-5
 
     # The step sends what no backward pass has sent, and to the same numbers.
     late, traffic = _counted()
@@ -262,7 +262,7 @@ def test_a_rank_without_any_gradient_takes_part_with_zeros() -> None:
             zero.opt.step()
             (zero.module if step else zero.opt).zero_grad()
             oracle.finish()
-        assert furthest(oracle.params, zero.params) <= 1e-5
+        assert distance(oracle.params, zero.params) <= 1e-5
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mixtures
 import torch
 from models import (
     ADAMW,
@@ -77,11 +78,13 @@ SCHEDULERS: dict[str, Scheduler] = {
 TENSOR_LR: Kind = (optim.Adam, {"lr": torch.tensor(0.01)})
 
 
-def _scheduled(new: New, names: Iterable[str]) -> list[Tensor]:
+@scenario(FEW, many=True, kinds=[SGD, ADAMW, TENSOR_LR], groups=several_groups, slow=True)
+def every_scheduler(new: New) -> list[Tensor]:
+    assert set(lr_scheduler.__all__) - {"LRScheduler"} <= SCHEDULERS.keys()
     seen = []
-    for name in names:
+    for name, make in SCHEDULERS.items():
         setup = new()
-        scheduler = SCHEDULERS[name](setup.opt)
+        scheduler = make(setup.opt)
         for step in range(8):
             setup.backward(step)
             setup.opt.step()
@@ -91,17 +94,6 @@ def _scheduled(new: New, names: Iterable[str]) -> list[Tensor]:
             seen += [torch.tensor(group.get("momentum", 0)) for group in setup.opt.param_groups]
         seen += setup.params
     return seen
-
-
-@scenario(FEW, many=True, kinds=[SGD, ADAMW, TENSOR_LR], groups=several_groups, slow=True)
-def schedulers(new: New) -> list[Tensor]:
-    return _scheduled(new, ("LambdaLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"))
-
-
-@scenario(FEW, many=True, kinds=[SGD, ADAMW, TENSOR_LR], groups=several_groups, slow=True)
-def every_scheduler(new: New) -> list[Tensor]:
-    assert set(lr_scheduler.__all__) - {"LRScheduler"} <= SCHEDULERS.keys()
-    return _scheduled(new, SCHEDULERS)
 
 
 @scenario(kinds=[(optim.SGD, {"lr": torch.tensor(0.1)})], groups=several_groups)
@@ -201,6 +193,20 @@ def a_class_that_clears_its_gradients(new: New) -> list[Tensor]:
 @scenario(MATRICES, many=True, kinds=[SGD], layout="auto", slow=True)
 def every_kind_of_optimizer_that_needs_whole_tensors(new: New) -> list[Tensor]:
     return [tensor for kind in WHOLE for tensor in trained(new, MATRICES, kind=kind)]
+
+
+MIXED: Kind = (optim.AdamW, mixtures.ADAMW)
+
+
+@scenario(
+    PROBLEMS["gpt"],
+    kinds=[MIXED],
+    groups=lambda module: mixtures.mixed(module, **mixtures.MUON),
+    layout="auto",
+    ranks=(0, 1, 2),  # Muon makes much of what rounding there is
+)
+def muon_and_adamw_in_one(setup: Setup) -> list[Tensor]:
+    return train(setup, PROBLEMS["gpt"], range(4))
 
 
 # ------------------------------------------------------------------- parameters that are written
