@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mixtures
@@ -21,7 +18,6 @@ from models import (
     Problem,
     Setup,
     consolidated,
-    from_rank,
     noise,
     rank,
     train,
@@ -32,8 +28,6 @@ from torch import Tensor, nn, optim
 from torch.amp import GradScaler
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
-
-from shardstep import ZeroRedundancyOptimizer, checkpoint
 
 BRANCHING = PROBLEMS["branching"]
 FEW = Problem(lambda: MLP(32, 2), MLP_PROBLEM.loss)
@@ -276,23 +270,6 @@ def read_parameters_in_the_loss(setup: Setup) -> None:
         setup.finish()
 
 
-@scenario()
-def read_parameters_right_after_backward_and_step(setup: Setup) -> list[Tensor]:
-    seen: list[Tensor] = []
-    for step in range(4):
-        setup.backward(step)
-        setup.opt.step()
-        if step == 0:
-            seen += setup.model.state_dict().values()  # type: ignore[attr-defined]
-        elif step == 1:
-            seen += setup.module.state_dict().values()
-        elif step == 2:
-            seen += copy.deepcopy(setup.module).parameters()
-        seen = [*seen, *setup.params]
-        setup.opt.zero_grad()
-    return [tensor.clone() for tensor in seen]
-
-
 SGD_ALONE: Kind = (optim.SGD, {"lr": 0.05})
 ANY_DTYPE = Problem(
     MLP,
@@ -330,20 +307,6 @@ def load_a_state_dict_into_another_optimizer(new: New) -> list[Tensor]:
     first.opt.zero_grad()
     losses = train(second, MLP_PROBLEM, range(3, 6)) + train(first, MLP_PROBLEM, range(3, 6))
     return [*losses, *second.params, *first.params]
-
-
-@scenario(many=True)
-def save_a_checkpoint_and_load_it(new: New) -> list[Tensor]:
-    first, second = new(), new()
-    losses = train(first, MLP_PROBLEM, range(3))
-    if isinstance(first.opt, ZeroRedundancyOptimizer):
-        folder = from_rank(world_size() - 1, tempfile.mkdtemp(prefix="scenario-"))
-        checkpoint.save(Path(folder) / "saved", first.opt, first.module)
-        checkpoint.load(Path(folder) / "saved", second.opt, second.module)
-    else:
-        second.opt.load_state_dict(first.opt.state_dict())
-        second.module.load_state_dict(first.module.state_dict())
-    return [*losses, *train(second, MLP_PROBLEM, range(3, 6)), *second.params]
 
 
 # --------------------------------------------------------------------------- clipping and scaling
