@@ -11,16 +11,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import loops
 import pytest
-import surroundings
 import torch
 from doubles import AnyOrder
 from late import Late, Noted, in_flight
 from models import ADAMW, MLP, MLP_PROBLEM, noise, train, with_ddp, with_zero
 from on_ranks import on_ranks
 from problems import assert_same, copies, differing
-from scenarios import MODULE, SCENARIOS, compared
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
@@ -31,28 +28,6 @@ DOUBLES = [
     pytest.param(Late, id="late"),
     pytest.param(AnyOrder, id="shuffled", marks=pytest.mark.slow),
 ]
-
-# ----------------------------------------------------------------------- training through doubles
-
-
-NAMES = (
-    "every_model",
-    "mixed_dtypes",
-    "average_the_weights",
-    "write_parameters",
-    "read_parameters_in_the_loss",
-    "step_again_on_the_same_gradients",
-    "evaluate_with_fused_attention",
-)
-
-
-@pytest.mark.parametrize("double", DOUBLES)
-@pytest.mark.parametrize("name", NAMES)
-@on_ranks(2)
-def test_training_reads_nothing_that_has_not_arrived(name: str, double: Any) -> list[str]:
-    assert SCENARIOS[name].loop.__module__ in (loops.__name__, surroundings.__name__)
-    return compared([name], double=double, modes=MODULE)
-
 
 # ------------------------------------------------------------------- every way to read a parameter
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -44,18 +45,22 @@ def test_an_unknown_parameter_raises_on_every_rank() -> None:
 # ----------------------------------------------------------------------------------------- undoing
 
 
+WHEN = ("after a step", "after backward", "holding back", "at once")
+
+
 @on_ranks(2)
 def test_detaching_leaves_a_plain_model_that_trains_on() -> None:
     """Afterwards the model is as it was before it met the optimizer, but trained."""
-    for case in itertools.product((True, False), ("after a step", "after backward", "at once")):
+    for case in itertools.product((True, False), WHEN):
         overlap, when = case
         ddp = with_ddp(MLP_PROBLEM.fresh(), SGD)
         zero = with_zero(MLP_PROBLEM.fresh(), SGD, overlap=overlap)
         for setup in (ddp, zero):
             train(setup, MLP_PROBLEM, range(0 if when == "at once" else 3))
-        if when == "after backward":
-            zero.backward(3)
-        zero.opt.detach()
+        with zero.no_sync() if when == "holding back" else nullcontext():
+            if when in ("after backward", "holding back"):
+                zero.backward(3)
+            zero.opt.detach()
         assert_same(ddp.params, zero.params, case)
         for module in zero.module.modules():
             hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from follow import follow
 from on_ranks import on_ranks
-from problems import SHAPES, Case, OneByOne, make_params, set_gradients, train
+from problems import SHAPES, Case, OneByOne, follow, make_params, set_gradients, train
 from ranks import raises_on_every_rank, run_ranks
 from reference.naive_masters import NaiveMasters
 from torch import nn, optim

@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from follow import COMBINATIONS, follow, in_turn
 from on_ranks import on_ranks
 from problems import (
+    COMBINATIONS,
     ELEMENT_WISE,
     LAYOUTS,
     Case,
     assert_same,
     copies,
     differing,
+    follow,
+    in_turn,
     make_groups,
     make_params,
     train,

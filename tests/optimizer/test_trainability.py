@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from follow import COMBINATIONS, follow, in_turn
 from on_ranks import on_ranks
 from problems import (
+    COMBINATIONS,
     Case,
     copies,
     differing,
+    follow,
+    in_turn,
     make_params,
     set_gradients,
     train,
