@@ -9,17 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from models import (
-    ADAMW,
-    MLP_PROBLEM,
-    Groups,
-    Kind,
-    Setup,
-    groups_of,
-    in_ddp,
-    train,
-    with_ddp,
-)
+from models import ADAMW, MLP_PROBLEM, Groups, Kind, Setup, groups_of, in_ddp, train, with_ddp
 from problems import assert_same
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
