@@ -23,10 +23,11 @@ from models import (
     train,
     world_size,
 )
+from problems import OneByOne
 from scenarios import ALL, APART, New, renew, scenario, trained
 from torch import Tensor, nn, optim
 from torch.amp import GradScaler
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 BRANCHING = PROBLEMS["branching"]
@@ -102,22 +103,12 @@ def write_options_by_hand(setup: Setup) -> None:
         setup.finish()
 
 
-class TrustRatio(Optimizer):
+class TrustRatio(OneByOne):
     """A class from elsewhere: needs whole tensors, and assigns to `data`."""
 
-    def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                mean = self.state[param].setdefault("mean", torch.zeros_like(param))
-                mean.lerp_(param.grad, 1 - group["beta"])
-                ratio = param.norm().clamp(0.1, 10) / mean.norm().clamp_min(1e-3)
-                param.data = param.data - group["lr"] * ratio * mean
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+        p.data = p.data - lr * p.norm().clamp(0.1, 10) / mean.norm().clamp_min(1e-3) * mean
 
 
 class Matrices(nn.Module):
@@ -144,7 +135,7 @@ CLASSES: list[Kind] = [
 ]
 WHOLE: list[Kind] = [
     (optim.Adafactor, {"lr": 0.01}),
-    (TrustRatio, {}),
+    (TrustRatio, {"lr": 0.01}),
     (optim.Muon, {"lr": 0.01}),
 ]
 
@@ -157,19 +148,16 @@ def every_kind_of_optimizer(new: New) -> list[Tensor]:
 class ClearsToNone(optim.SGD):
     """Clears its gradients at the end of a step, so that the loop need not."""
 
-    def step(self, closure: Any = None) -> Any:
-        result = super().step(closure)
-        self.zero_grad()
-        return result
-
-
-class ClearsToZero(optim.SGD):
-    """Does the same in place."""
+    to_none = True
 
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
-        self.zero_grad(set_to_none=False)
+        self.zero_grad(self.to_none)
         return result
+
+
+class ClearsToZero(ClearsToNone):
+    to_none = False
 
 
 @scenario(many=True, slow=True)
