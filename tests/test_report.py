@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mixtures import ADAMW, MUON, mixed
 from models import PROBLEMS
-from muon_and_adamw import ADAMW, groups_of
 from on_ranks import on_ranks
 from torch import nn, optim
 
@@ -21,7 +21,7 @@ def test_a_report_agrees_with_what_was_allocated_and_sent(module_given: bool) ->
     problem = PROBLEMS["gpt"]
     module = problem.fresh()
     extra = {"module": module} if module_given else {}
-    opt = ZeroRedundancyOptimizer(groups_of(module), optim.AdamW, **extra, **ADAMW)
+    opt = ZeroRedundancyOptimizer(mixed(module, **MUON), optim.AdamW, **extra, **ADAMW)
     assert opt.report().state_nbytes == 0
     comms = [opt.shards.comm, opt.mode.gather_comm] if module_given else [opt.shards.comm]
 
@@ -75,7 +75,7 @@ def test_one_rank_is_told_what_several_would_do() -> None:
 @on_ranks(2)
 def test_a_printed_optimizer_says_class_ranks_mode_layout_and_bytes() -> None:
     model = nn.Linear(64, 64)
-    opt = ZeroRedundancyOptimizer(groups_of(model), optim.AdamW, module=model, **ADAMW)
+    opt = ZeroRedundancyOptimizer(mixed(model, **MUON), optim.AdamW, module=model, **ADAMW)
     model(torch.ones(1, 64)).sum().backward()
     opt.step()
     name, head, held, *groups = repr(opt).splitlines()
