@@ -79,8 +79,11 @@ Source = torch.Tensor | Streamed
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor. The caller keeps the tensor alive."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    """Return the memory of a contiguous CPU tensor, which keeps the tensor alive."""
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    # After Ctrl-C, a thread may still digest it.
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def form_of(dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -143,7 +146,7 @@ def _write_and_digest(file: FileIO, data: memoryview, update: Callable[[memoryvi
         while written < len(data):
             written += file.write(data[written:])
     finally:
-        # Even on an error: the caller frees the memory.
+        # Even on an error: the caller may write to the memory.
         if hasher.ident is not None:
             hasher.join()
 
