@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +129,15 @@ def test_the_table_compares_methods_and_the_picture_is_drawn(tmp_path: Path) -> 
     for text in ("DDP", "torch ZeRO", "FSDP2", "module=", "Muon needs 2-D", "none up to 16,384"):
         assert text in result.stdout
     assert picture.stat().st_size > 10_000
+
+
+def test_a_plan_for_thousands_of_ranks_takes_less_than_five_seconds() -> None:
+    command = [sys.executable, "-m", "shardstep", "plan", "--model", "llama3-70b"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*command, "--ranks", "16,64,512,4096"], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Of the processor, so that a busy machine makes no difference.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
 
 
 @pytest.mark.parametrize(
