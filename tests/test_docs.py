@@ -327,6 +327,20 @@ def test_the_nccl_table_of_the_readme_is_the_raw_files() -> None:
     assert not files
 
 
+def test_the_counts_in_the_readme_are_those_of_the_results() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    tests = json.loads((RESULTS / "nccl-tests.json").read_text())
+    assert tests["failed"] == 0
+    assert f"{tests['passed']} passed, none failed, and {tests['skipped']} were skipped" in readme
+    page = (ROOT / "docs" / "optimizers.md").read_text()
+    found = re.findall(r"(\d+) \*([^*]+)\*", page)[:4]
+    counts = {outcome: int(count) for count, outcome in found}
+    exact = counts["exact"] + counts["exact, cannot be saved"]
+    assert f"Of the {sum(counts.values())} classes of pytorch-optimizer, {exact} train" in readme
+    rest = f"{counts['refused']} are refused, and {counts['not tried']} were not tried"
+    assert rest in readme
+
+
 def test_the_frameworks_page_names_the_pinned_versions() -> None:
     page = (ROOT / "docs" / "frameworks.md").read_text()
     pinned = re.findall(r"^(\w+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)

@@ -42,13 +42,15 @@ def draw(result: dict[str, Any], plan: ShardPlan, path: Path) -> None:
 
 def _draw_memory(axes: Any, rows: list[dict[str, Any]], unit: str, size: float) -> None:
     places, labels = [], []
+    held = {kind for kind in STYLES for row in rows for key in METHODS if row[key][kind]}
+    styles = {kind: style for kind, style in STYLES.items() if kind in held}
     for number, row in enumerate(rows):
         for inner, (key, (title, _)) in enumerate(METHODS.items()):
             place = number * (len(METHODS) + 1) + inner
             places.append(place)
             labels.append(f"{row['ranks']:,} ranks   {title}" if inner == 0 else title)
             start = 0.0
-            for kind, (color, hatch) in STYLES.items():
+            for kind, (color, hatch) in styles.items():
                 width = row[key][kind] / size
                 style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4}
                 axes.barh(place, width, left=start, label=kind if place == 0 else None, **style)
