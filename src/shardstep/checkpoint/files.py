@@ -138,7 +138,8 @@ def read_json(path: Path) -> Any:
     """Parse a JSON file of bounded size."""
     with open_plain(path) as file, reading(path):
         nbytes = os.fstat(file.fileno()).st_size
-        require(nbytes <= MAX_JSON_NBYTES, f"{path}: is too large to be what it should be")
+        limit = MAX_JSON_NBYTES
+        require(nbytes <= limit, f"{path}: has {nbytes:,} bytes; at most {limit:,} are read")
         return parse_json(file.readall(), path)
 
 

@@ -103,8 +103,9 @@ class SavedParam:
     @property
     def master(self) -> Stored | None:
         """The file entry of the master, if there is one."""
-        has_master = self.state is not None and len(self.entries) < len(self.state.node[1])
-        return self.state.stored.get(0) if self.state is not None and has_master else None
+        if self.state is None or len(self.entries) == len(self.state.node[1]):
+            return None
+        return self.state.stored.get(0)
 
     @property
     def master_fits(self) -> bool:

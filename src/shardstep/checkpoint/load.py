@@ -271,7 +271,7 @@ class _Loading:
             self.share.finish(match.optimizer.shards)
 
     def _install_fallible(self, undo: ExitStack) -> None:
-        """Install what runs the user's code, which may raise. Each step is preceded by its undo."""
+        """Install the parts that run the user's code, which may raise. Each undo is set first."""
         match = self.match
         try:
             if match.model is not None:

@@ -100,7 +100,7 @@ class Match:
         require(fits, f"{self.checkpoint.path}: {problem}")
 
     def differences(self) -> str:
-        """Describe what was not matched."""
+        """List the names that were not matched."""
         parts = {
             "not found in the checkpoint": self.missing,
             "in the checkpoint but not here": self.unexpected,
@@ -115,7 +115,7 @@ class Match:
         """Return the saved model tensors that are wider than their parameters, by number."""
         if self.optimizer is None or self.model is None:
             return {}
-        # By the model's name: the optimizer's may lack what looks like DDP's prefix.
+        # By the model's name: the optimizer's may lack a `module.` that looks like DDP's.
         names = names_in(unwrapped(self.model))
         params = self.optimizer.shards.params
         known = {i: unwrapped_name(names[id(p)]) for i, p in enumerate(params) if id(p) in names}
@@ -219,7 +219,7 @@ class Match:
             alternatives = [saved.tensors[each] for each in hits]
             stored = alternatives[0]
             if target.dtype.itemsize > stored.dtype.itemsize:
-                # The optimizer's names may lack what looks like DDP's prefix.
+                # The optimizer's names may lack a `module.` that looks like DDP's.
                 short = [each.removeprefix("module.") for each in there]
                 there += [each for each in short if each not in saved_names]
                 found = [master for each in there if (master := masters.get(each)) is not None]
@@ -265,7 +265,7 @@ class Match:
         )
 
     def _check_memory(self) -> None:
-        """Raise if this rank cannot hold what it would read."""
+        """Raise if this rank lacks the memory for its reads."""
         contents = self.checkpoint.contents
         rank = self.comm.group_rank
         nbytes = sum(weight.stored.nbytes for weight in self.weights_of(rank).values())

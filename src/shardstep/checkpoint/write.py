@@ -156,7 +156,10 @@ def _add_optimizer(
 
     params = []
     for index, spec in enumerate(shards.plan.specs):
-        state = Tree(master_in_file(states[index].node), {}) if index in states else None
+        kept_state = states.get(index)
+        state = None if kept_state is None else Tree(master_in_file(kept_state.node), {})
+        if kept_state is not None and state is not None and state.node is kept_state.node:
+            state.leaves = kept_state.leaves  # to save the time of decoding them again
         param = SavedParam(names[index], spec.shape, spec.dtype, spec.trainable, state)
         files.add_state(index, param, pieces[index], partial(part, index))
         params.append(param)
@@ -282,7 +285,7 @@ class FileLayout:
         for number, leaf in enumerate(param.state.leaves):
             if leaf.data is not None:
                 continue
-            # The first rank with a part keeps what belongs to the whole parameter.
+            # The first rank with a part writes a tensor of the whole parameter.
             whole = [(pieces[0][0], Box.whole(leaf.shape))]
             chunks = []
             for rank, box in pieces if leaf.shape == param.shape else whole:
@@ -347,9 +350,6 @@ def pieces_of(plan: ShardPlan) -> list[list[tuple[int, Box]]]:
     for rank, held in enumerate(plan.holdings):
         for param, interval in held.items():
             spec = plan.specs[param]
-            if interval == spec.whole:
-                pieces[param] = [(rank, Box.whole(spec.shape))]
-                continue
             pieces[param] += [(rank, box) for _, box in boxes(interval, spec.shape, spec.stride)]
     return pieces
 

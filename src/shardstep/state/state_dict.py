@@ -1,7 +1,7 @@
 """The full state dict of a sharded optimizer: consolidating it, loading it, asking for parts.
 
-A full dict is what the unsharded optimizer's `state_dict()` would be. Masters, if there are any,
-are in it under `"masters"`, by parameter number.
+A full dict equals the unsharded optimizer's `state_dict()`. Masters, if there are any, are in it
+under `"masters"`, by parameter number.
 """
 
 from __future__ import annotations

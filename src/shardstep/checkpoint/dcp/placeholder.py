@@ -94,7 +94,7 @@ class Placeholder(torch.Tensor):
     # --------------------------------------------------- called by torch.distributed.checkpoint
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """Return what this rank has to write."""
+        """Return the boxes that this rank writes."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -111,7 +111,7 @@ class Placeholder(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Return what this rank has to read. From now on, boxes are memory to read into."""
+        """Return the boxes that this rank reads. From now on, they are memory to read into."""
         self.reading = True
         return self._chunk_metadata()
 

@@ -6,7 +6,7 @@ any layout, and into other readers of the format, such as FSDP2 and plain optimi
 that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
 
 Note [State before the first step]. DCP reads only the keys that the loading side lists. So an
-optimizer without state lists what it would have, which it finds by rehearsing a step on copies. A
+optimizer without state lists the keys of its future state. A step on copies finds them. A
 parameter without state is saved as the same keys with None for values. Loading that gives a
 parameter without state, not one whose step counter says 1.
 """
@@ -95,7 +95,7 @@ class Sharded:
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what was read into `state_dict()`, or any full state dict. Called on every rank."""
+        """Load the dict of `state_dict()` after a read, or a full one. Called on every rank."""
         found = tree_leaves((state_dict.get("state"), state_dict.get("masters")))
         sharded = any(isinstance(leaf, Placeholder) for leaf in found)
         if sharded or isinstance(state_dict, _ShardedDict):
@@ -153,7 +153,7 @@ class _OptimizerView(Optimizer):
     """An optimizer that gives its state to torch's state dict functions in shards.
 
     Those take a step of an optimizer without state, to create it. This one says that it has some,
-    and lists what it would have: see Note [State before the first step].
+    and lists its future state: see Note [State before the first step].
     """
 
     def __init__(self, sharded: Sharded, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -174,7 +174,7 @@ class _OptimizerView(Optimizer):
         return rename_params(made, {name: number for number, name in enumerate(names)})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what was read into `state_dict()`. Called on every rank."""
+        """Load the dict of `state_dict()` after a read. Called on every rank."""
         self._sharded.load_state_dict(state_dict)
 
 
@@ -257,7 +257,7 @@ class _State:
         return to_portable(decode(self.node, make, wrap=unwrap), self.started)
 
     def read(self, saved: Any) -> Any:
-        """Return what was read into `make()`; None if it was saved as absent."""
+        """Return the state that DCP has read; None if it was saved as absent."""
         return from_portable(self.node, saved, self.owner)
 
 

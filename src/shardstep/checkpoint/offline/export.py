@@ -112,7 +112,7 @@ def export(
 
 
 def _check_torch(checkpoint: Checkpoint, part: Part, named: bool) -> None:
-    """Raise if a part is missing, or holds what `torch.load(..., weights_only=True)` refuses."""
+    """Raise if a part is missing, or if `torch.load(..., weights_only=True)` would refuse it."""
     if part == "model":
         saved_model(checkpoint)
     elif part == "optimizer" or checkpoint.contents.optimizer is not None:
@@ -198,7 +198,7 @@ class _Sink(io.FileIO):
         while done < len(view):
             written = super().write(view[done : done + CHUNK_NBYTES])
             done += written
-            if len(view) > 4096:  # a tensor, not what torch writes between tensors
+            if len(view) > 4096:  # a tensor, not bytes between tensors
                 self._release()
                 self._progress(written)
         return len(view)
