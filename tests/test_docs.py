@@ -250,6 +250,93 @@ def test_the_memory_table_of_the_readme_is_what_the_plan_says() -> None:
         assert cells.replace("**", "").split(" | ") == peaks
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+CONTESTANTS = {
+    "DDP": "ddp",
+    "torch ZeRO": "torch-zero",
+    "torch ZeRO, bucket views": "torch-zero-view",
+    "FSDP2": "fsdp2",
+    "FSDP2, `reshard_after_forward=False`": "fsdp2",
+    "drop-in, bucket views": "zero1",
+    "`module=`": "zero2",
+    "`register`": "register",
+    "inside DDP (`register`)": "register",
+}
+
+
+def rows(page: Path, first: str) -> list[list[str]]:
+    """Return the cells of the table whose header starts with `first`, without bold type."""
+    table = page.read_text().replace("**", "").partition(f"\n{first}")[2].partition("\n\n")[0]
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+
+
+def test_the_speed_table_of_the_readme_is_the_raw_file_s() -> None:
+    raw = json.loads((RESULTS / "hosts-2-1gbit.json").read_text())
+    numel = raw["contestants"]["ddp"]["gradient_bytes_per_rank"] / 4
+    table = rows(ROOT / "README.md", "| | ms / step |")
+    assert len(table) == 7
+    for label, *cells in table:
+        found = raw["contestants"][CONTESTANTS[label.removeprefix("shardstep ")]]
+        ms = found["ms_per_step"]
+        assert found["loss_distance_to_ddp"] == 0
+        assert cells == [
+            f"{ms['median']:.0f}",
+            f"{ms['min']:.0f}–{ms['max']:.0f}",
+            f"{found['ratio_to_ddp']:.2f}",
+            f"{found['sent_psi']:.2f}",
+            f"{found['state_bytes_per_rank'] / numel:.0f}",
+        ], label
+
+
+def test_the_table_of_ranks_over_nccl_is_the_raw_files() -> None:
+    run: dict[str, Any] = {}
+    table = rows(ROOT / "docs" / "benchmarks.md", "| contestant | ms / step |")
+    assert len(table) > 15
+    for label, *cells in table:
+        if file := re.search(r"results/([\w-]+\.json)", label):
+            runs = json.loads((RESULTS / file[1]).read_text())["runs"]
+            run = runs[0]
+        name, _, ranks = label.rpartition(": ")[2].partition(", ")
+        if ranks.endswith(" ranks"):
+            (run,) = (each for each in runs if f"{each['workload']['world_size']} ranks" == ranks)
+        else:
+            name = label.rpartition(": ")[2]
+        found = run["contestants"][CONTESTANTS[name]]
+        ms, ratios = found["ms_per_step"], found["ratio_to_ddp_by_round"]
+        form = ".0f" if ms["median"] > 100 else ".1f"
+        time, ratio, peak = cells
+        assert time == f"{ms['median']:{form}} ({ms['min']:{form}}–{ms['max']:{form}})", label
+        spread = f" ({min(ratios):.2f}–{max(ratios):.2f})" if "(" in ratio else ""
+        assert ratio == f"{found['ratio_to_ddp']:.2f}{spread}", label
+        assert peak == f"{found['peak_bytes'] / 2**30:.2f}", label
+
+
+def test_the_nccl_table_of_the_readme_is_the_raw_files() -> None:
+    files = {"17M, 4": ["nccl-17m-4"], "17M, 2": ["nccl-17m-2"]}
+    files["255M, 2"] = ["nccl-255m-again", "nccl-255m"]
+    for label, ratio, peaks in rows(ROOT / "README.md", "| parameters, ranks |"):
+        raw = [json.loads((RESULTS / f"{name}.json").read_text()) for name in files.pop(label)]
+        found = [run["runs"][0]["contestants"] for run in raw]
+        quoted = []
+        for zero2 in (each["zero2"] for each in found):
+            ratios = zero2["ratio_to_ddp_by_round"]
+            quoted.append(f"{zero2['ratio_to_ddp']:.2f} ({min(ratios):.2f}–{max(ratios):.2f})")
+        assert re.findall(r"[\d.]+ \([^)]*\)", ratio) == quoted, label
+        order = ("zero2", "ddp", "fsdp2")
+        assert peaks == ", ".join(f"{found[0][k]['peak_bytes'] / 2**30:.2f}" for k in order), label
+    assert not files
+
+
+def test_the_frameworks_page_names_the_pinned_versions() -> None:
+    page = (ROOT / "docs" / "frameworks.md").read_text()
+    pinned = re.findall(r"^(\w+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    wanted = {"torch", "accelerate", "transformers", "lightning", "peft"}
+    missing = [
+        " ".join(each) for each in pinned if each[0] in wanted and " ".join(each) not in page
+    ]
+    assert missing == []
+
+
 def test_the_design_page_lists_every_room() -> None:
     package = Path(shardstep.__file__).parent
     modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import stat
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from pages import PAGES, ROOT, SHELL, Block, read, run_commands
 from demo.gpt import GPT, GPTConfig
 from shardstep.checkpoint import safetensors
 
+BLOCKS = [block for page in PAGES for block in read(page)[1] if block.language in SHELL]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-SCRIPTS = [page for page in PAGES if any(block.language in SHELL for block in read(page)[1])]
+SCRIPTS = sorted({block.page for block in BLOCKS})
 
 
 def commands_in(example: Path) -> str:
@@ -73,5 +75,47 @@ def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None
     for block in read(page)[1]:
         if block.mark.startswith("file: "):
             (tmp_path / block.mark.removeprefix("file: ")).write_text(block.code)
-        elif block.language in SHELL and not left_out(block):
+        elif block.language in SHELL and block.mark != "install" and not left_out(block):
             run_commands(block.commands, tmp_path)
+
+
+INSTALL = """
+export PIP_TARGET=$PWD/site PIP_NO_DEPS=1 PIP_NO_BUILD_ISOLATION=0 PIP_UPGRADE=1
+(
+cd {root}
+{commands}
+)
+export PYTHONPATH=$PWD/site PATH=$PWD/site/bin:$PATH
+python -c 'import shardstep, sys; sys.exit(not shardstep.__file__.startswith("'$PWD'"))'
+torchrun --standalone --nproc-per-node=2 quickstart.py
+shardstep --version
+shardstep demo --help
+"""
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_as_the_readme_installs_it(tmp_path: Path) -> None:
+    # Torch is here already; the wheel goes to a folder without the rest of the checkout.
+    blocks = read(ROOT / "README.md")[1]
+    (commands,) = (block.commands for block in blocks if block.mark == "install")
+    (quickstart,) = (block.code for block in blocks if block.mark == "file: quickstart.py")
+    (tmp_path / "quickstart.py").write_text(quickstart)
+    assert "loss" in run_commands(INSTALL.format(root=ROOT, commands=commands), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [block for block in BLOCKS if left_out(block)], ids=str)
+def test_commands_that_are_not_run_name_files_verbs_and_options_that_exist(
+    block: Block, tmp_path: Path
+) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for line in block.commands.splitlines():
+        program, *words = shlex.split(line, comments=True) or ["", ""]
+        if program == "make":
+            assert re.search(rf"^{words[0]}:", makefile, flags=re.MULTILINE), line
+        elif program:
+            assert Path(program).name == "python", f"cannot check: {line}"
+            script, *given = words
+            known = run_commands(f"python {script} --help", tmp_path)
+            options = [word for word in given if word.startswith("--")]
+            assert [word for word in options if word not in known] == [], line

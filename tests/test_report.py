@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mixtures import ADAMW, MUON, mixed
 from models import PROBLEMS
-from muon_and_adamw import ADAMW, groups_of
 from on_ranks import on_ranks
 from torch import nn, optim
 
@@ -21,7 +21,7 @@ def test_a_report_agrees_with_what_was_allocated_and_sent(module_given: bool) ->
     problem = PROBLEMS["gpt"]
     module = problem.fresh()
     extra = {"module": module} if module_given else {}
-    opt = ZeroRedundancyOptimizer(groups_of(module), optim.AdamW, **extra, **ADAMW)
+    opt = ZeroRedundancyOptimizer(mixed(module, **MUON), optim.AdamW, **extra, **ADAMW)
     assert opt.report().state_nbytes == 0
     comms = [opt.shards.comm, opt.mode.gather_comm] if module_given else [opt.shards.comm]
 
@@ -44,7 +44,7 @@ def test_a_report_agrees_with_what_was_allocated_and_sent(module_given: bool) ->
     assert (report.gradient_nbytes > 0) is module_given
     assert report.parameter_nbytes == sum(param.nbytes for param in module.parameters())
     assert "group 0: whole tensors: Muon needs 2-D parameters" in str(report)
-    assert "group 1: sliced tensors: AdamW updates each element on its own" in str(report)
+    assert "group 1: sliced tensors: AdamW updates each element separately" in str(report)
     assert "optimizer state" in str(report)
     # Which parameters had a gradient travels along, and is not in it.
     assert report.sent_nbytes <= sent <= report.sent_nbytes + 4096
@@ -65,9 +65,9 @@ def test_one_rank_is_told_what_several_would_do() -> None:
     def said(cls: Any, **options: Any) -> str:
         return str(ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], cls, **options).report())
 
-    assert "on several ranks whole tensors: Adafactor updates each tensor" in said(optim.Adafactor)
-    assert "on several ranks sliced tensors: AdamW updates each element" in said(optim.AdamW)
-    assert "not for several ranks: Coupled couples all parameters" in said(Coupled, lr=0.1)
+    assert "with more ranks, whole tensors: Adafactor updates each tensor" in said(optim.Adafactor)
+    assert "with more ranks, sliced tensors: AdamW updates each element" in said(optim.AdamW)
+    assert "more ranks are refused: Coupled couples all parameters" in said(Coupled, lr=0.1)
     head = said(Coupled, lr=0.1).splitlines()[0]
     assert head == "Coupled on 1 rank, drop-in (ZeRO-1), layout whole, 3 trainable elements"
 
@@ -75,7 +75,7 @@ def test_one_rank_is_told_what_several_would_do() -> None:
 @on_ranks(2)
 def test_a_printed_optimizer_says_class_ranks_mode_layout_and_bytes() -> None:
     model = nn.Linear(64, 64)
-    opt = ZeroRedundancyOptimizer(groups_of(model), optim.AdamW, module=model, **ADAMW)
+    opt = ZeroRedundancyOptimizer(mixed(model, **MUON), optim.AdamW, module=model, **ADAMW)
     model(torch.ones(1, 64)).sum().backward()
     opt.step()
     name, head, held, *groups = repr(opt).splitlines()

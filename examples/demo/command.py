@@ -40,7 +40,8 @@ class Device(StrEnum):
 def demo(
     context: typer.Context,
     device: Annotated[
-        Device, typer.Option(help="cuda: one rank per GPU, over NCCL. auto: cuda if there is any.")
+        Device,
+        typer.Option(help="cuda: one rank per GPU, over NCCL. auto: cuda with two GPUs or more."),
     ] = Device.auto,
     ranks: Annotated[
         int | None,
@@ -48,7 +49,7 @@ def demo(
             metavar="N",
             min=1,
             help="Number of processes to train on.",
-            show_default="2, or the GPUs",
+            show_default="2; with cuda, all GPUs",
         ),
     ] = None,
     steps: Annotated[
@@ -120,7 +121,8 @@ def demo(
 def _place(device: Device, ranks: int | None) -> tuple[str, int]:
     """Return the device to train on, and the number of ranks."""
     num_gpus = torch.cuda.device_count()
-    if device is Device.cpu or (device is Device.auto and not num_gpus):
+    # One rank saves no memory: a machine with one GPU shows more on its CPU.
+    if device is Device.cpu or (device is Device.auto and num_gpus < 2):
         return "cpu", ranks or 2
     if (ranks or 1) > num_gpus:
         raise typer.BadParameter(
@@ -187,7 +189,7 @@ def _spread(spread: Spread, form: str) -> str:
     return f"{middle}\n{least}–{most}"
 
 
-ALONE = "One rank holds the whole state, so no memory is saved. `--device cpu` trains on two ranks."
+ALONE = "One rank holds the whole state, so no memory is saved. Try `--device cpu --ranks 2`."
 TIMES = (
     "Do not judge speed by this demo: the model is small, and its ranks share one machine. "
     "`shardstep bench` measures over a network."

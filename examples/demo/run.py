@@ -1,7 +1,7 @@
 """Train the GPT on local ranks: with DDP, sharded under DDP, and sharded without DDP.
 
-The three trainings take turns in the same processes, a few steps at a time. What slows the machine
-down for a while slows all of them down, and their ratio stays.
+The three trainings take turns in the same processes, a few steps at a time. If the machine is slow
+for a while, all of them are slow, and their ratio stays.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WARMUP_STEPS = 2
 optimizer allocates its state."""
 
 ROUND_STEPS = 5
-"""About as many steps a training takes before it is another one's turn."""
+"""About how many steps a training takes before the next one's turn."""
 
 
 class RoundDone(NamedTuple):
@@ -120,18 +120,7 @@ def _rank_main(rank: int, config: DemoConfig, folder: str, messages: Any) -> Non
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     torch.set_num_threads(1)
-    device = torch.device(config.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-        # Otherwise the same training run twice differs in its last bits.
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cuda.enable_flash_sdp(False)
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
-    else:
-        # Otherwise Gloo binds to the address of the host's name.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    device = set_up_device(config.device, rank)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         # Unlike a port, no other program can take a file in our folder.
@@ -143,7 +132,7 @@ def _rank_main(rank: int, config: DemoConfig, folder: str, messages: Any) -> Non
     )
     trainings = [_Training(run, rank, config, device) for run in RUNS]
     for number, steps in enumerate(rounds(config.steps)):
-        first = number % len(trainings)  # nobody is always the one after the same other
+        first = number % len(trainings)  # the order changes with each round
         for training in trainings[first:] + trainings[:first]:
             training.train(steps)
             if rank == 0:
@@ -151,6 +140,22 @@ def _rank_main(rank: int, config: DemoConfig, folder: str, messages: Any) -> Non
     for training in trainings:
         messages.put(_RunDone(training.run, rank, training.record()))
     dist.destroy_process_group()
+
+
+def set_up_device(kind: str, rank: int) -> torch.device:
+    """Set this process up for its device, and return it: the CPU, or GPU number `rank`."""
+    if kind == "cpu":
+        # Otherwise Gloo binds to the address of the host's name.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+        return torch.device("cpu")
+    # Otherwise the same training run twice differs in its last bits.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 class _Training:

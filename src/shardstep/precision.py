@@ -92,7 +92,10 @@ def resolve(
     if given is None:
         return MixedPrecision() if has_module else UNCHANGED
     if not isinstance(given, MixedPrecision):
-        raise TypeError(f"precision must be a MixedPrecision, not {type(given).__name__}")
+        raise TypeError(
+            f"precision must be a MixedPrecision, not {type(given).__name__}; pass "
+            "shardstep.MixedPrecision(), or None for the default"
+        )
     if given.reduce_dtype is not None and not sends_gradients:
         raise ValueError(
             f"reduce_dtype={given.reduce_dtype} has no effect here: without module= this optimizer "

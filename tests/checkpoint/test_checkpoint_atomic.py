@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -353,3 +354,14 @@ def test_two_runs_may_save_to_one_folder(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda n: run_ranks(save_often, 1, tmp_path, f"run{n}", 6), range(2)))
     assert names(tmp_path) == ["run0-4", "run0-5", "run1-4", "run1-5"]
+
+
+def test_memory_to_digest_outlives_its_tensor() -> None:
+    # Ctrl-C may interrupt the wait for the thread that digests it; that thread read freed memory.
+    tensor = torch.ones(8)
+    alive = weakref.ref(tensor)
+    raw = safetensors.raw_bytes(tensor)
+    del tensor
+    assert alive() is not None
+    del raw
+    assert alive() is None

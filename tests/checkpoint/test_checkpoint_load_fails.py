@@ -49,7 +49,7 @@ def fails_on_one_rank(parent: Path, build: Any = build) -> None:
     other, target = build(2, 2)
     other.norm.running_mean.fill_(dist.get_rank())
     rank = dist.get_rank()
-    install = load_module.install
+    install = load_module.Share.install
     failing = mock.Mock(side_effect=OSError(5, "Input/output error"))
     broken = mock.Mock(side_effect=KeyError("step"))
 
@@ -66,8 +66,8 @@ def fails_on_one_rank(parent: Path, build: Any = build) -> None:
         (safetensors, "open_plain", failing, "Input/output error"),
         (load_module.Checkpoint, "verify", failing, "Input/output error"),
         (load_module.Match, "find", failing, "Input/output error"),
-        (load_module, "install", broken, "'step'"),
-        (load_module, "install", late, "'step'"),
+        (load_module.Share, "install", broken, "'step'"),
+        (load_module.Share, "install", late, "'step'"),
         (hostile.Counting, "set_extra_state", swallow, "count is wrong"),
     ]
     for who, (owner, name, function, message) in itertools.product((0, 1), places):

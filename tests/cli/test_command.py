@@ -107,6 +107,31 @@ def test_ctrl_c_is_clean_while_ranks_start(after_s: float) -> None:
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["reshard --ranks 4", "export", "export --to safetensors"])
+def test_ctrl_c_leaves_nothing_of_a_checkpoint_that_is_being_written(
+    command: str, tmp_path: Path
+) -> None:
+    model = {f"w{number}": torch.ones(2**22) for number in range(16)}
+    path = checkpoint.import_state_dict(tmp_path / "saved", model=model)
+    verb, *options = command.split()
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    args = [*MAIN, "checkpoint", verb, str(path), "out/new", *options, "--no-verify"]
+    (tmp_path / "out").mkdir()
+    with subprocess.Popen(
+        args, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heed
+    ) as child:
+        while child.poll() is None and not list((tmp_path / "out").iterdir()):
+            time.sleep(0.005)
+        child.send_signal(signal.SIGINT)
+        try:
+            err = child.communicate(timeout=60)[1]
+        finally:
+            child.kill()
+    assert (child.returncode, err) == (130, "")
+    assert not list((tmp_path / "out").iterdir())
+
+
 def list_ranks(parent: int) -> list[str]:
     """Return the processes that a demo has started, its resource tracker left out."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()

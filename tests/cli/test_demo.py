@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import multiprocessing
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,16 @@ import shardstep
 from demo.command import demo_progress, demo_table, verdict_lines
 from demo.gpt import GPT, GPT_17M, GPTConfig
 from demo.record import EQUAL, DemoConfig, DemoRecord, RankRecord
-from demo.run import DROP_IN, MODULE, RUNS, UNSHARDED, RoundDone, rounds, run_demo
+from demo.run import (
+    DROP_IN,
+    MODULE,
+    RUNS,
+    UNSHARDED,
+    RoundDone,
+    rounds,
+    run_demo,
+    set_up_device,
+)
 from demo.text import make_batch, stdlib_source
 from shardstep.cli import main
 from shardstep.cli.app import app
@@ -264,6 +274,53 @@ def test_a_bad_option_is_explained_before_the_demo_runs(options: list[str], said
     assert options[0] in result.output
     assert said in " ".join(result.output.replace("│", " ").split())
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "options", "placed"),
+    [
+        (0, "", ("cpu", 2)),
+        (1, "", ("cpu", 2)),
+        (4, "", ("cuda", 4)),
+        (4, "--ranks 3", ("cuda", 3)),
+        (4, "--device cpu", ("cpu", 2)),
+        (1, "--device cuda", ("cuda", 1)),
+        (0, "--device cuda", "each rank needs a GPU, and there are 0"),
+        (2, "--ranks 3", "each rank needs a GPU, and there are 2; try --device cpu"),
+    ],
+)
+def test_the_demo_has_one_rank_per_gpu_or_two_on_the_cpu(
+    num_gpus: int, options: str, placed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def run(config: DemoConfig, on_round: object) -> DemoRecord:
+        given.append((config.device, config.ranks))
+        return demo_record()
+
+    monkeypatch.setattr("demo.command.run_demo", run)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    result = CliRunner().invoke(app, ["demo", *options.split()])
+    if isinstance(placed, str):
+        assert result.exit_code == 2
+        assert placed in " ".join(result.output.replace("│", " ").split())
+    else:
+        assert (result.exit_code, given) == (0, [placed]), result.output
+
+
+def test_a_rank_takes_its_gpu_after_it_has_asked_for_the_same_bits_every_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[Any] = []
+    cuda = torch.backends.cuda
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", done.append)
+    monkeypatch.setattr(cuda, "enable_flash_sdp", done.append)
+    monkeypatch.setattr(cuda, "enable_mem_efficient_sdp", done.append)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    assert set_up_device("cuda", 1) == torch.device("cuda", 1)
+    assert done == [True, False, False, torch.device("cuda", 1)]
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

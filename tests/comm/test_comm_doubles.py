@@ -1,29 +1,21 @@
-"""Steps through doubles of communication: nothing is read early, reused early or forgotten."""
+"""A step gathers each bucket once and forgets none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from doubles import AnyOrder, Counting, LateArrival, behind_the_door
+from doubles import Counting, behind_the_door
 from problems import assert_same, copies, make_params, train
 from ranks import run_ranks
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.comm import Comm
 from shardstep.gradients.lockstep import Lockstep
 
 STEPS = 3
 
 WAYS = [(layout, view) for layout in ("sliced", "whole") for view in (False, True)]
-DOUBLES: dict[str, Callable[[Comm], Comm]] = {
-    "late": LateArrival,
-    "any order": AnyOrder,
-    "counting": Counting,
-}
-
 each_way = pytest.mark.parametrize(("layout", "view"), WAYS)
 
 
@@ -38,9 +30,9 @@ def make() -> list[torch.nn.Parameter]:
     return [*params, *make_params([(90, 11), (99,)], frozen=(1,), dtypes=(torch.float64,))]
 
 
-def step_through(double: str, layout: str, view: bool) -> dict[str, Any]:
+def step_through(layout: str, view: bool) -> dict[str, Any]:
     params = make()
-    with behind_the_door(DOUBLES[double]) as doubles:
+    with behind_the_door(Counting) as doubles:
         opt = ZeroRedundancyOptimizer(
             params,
             torch.optim.AdamW,
@@ -50,11 +42,11 @@ def step_through(double: str, layout: str, view: bool) -> dict[str, Any]:
             lr=0.1,
         )
     (comm,) = doubles
+    assert isinstance(comm, Counting)
     by_step = []
     for step in range(STEPS):
         train(opt, params, range(step, step + 1), missing=False)
-        if isinstance(comm, Counting):
-            by_step.append((len(comm.launched), comm.unawaited))
+        by_step.append((len(comm.launched), comm.unawaited))
     return {
         "comm": {key: value for key, value in vars(comm).items() if not key.startswith("_")},
         "by step": by_step,
@@ -70,23 +62,10 @@ def assert_unsharded(params: list[torch.Tensor]) -> None:
 
 
 @each_way
-@pytest.mark.parametrize("double", ["late", "any order"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gathers_may_be_late_and_finish_in_any_order(
-    double: str, layout: str, view: bool, world_size: int
-) -> None:
-    ranks = run_ranks(step_through, world_size, double, layout, view)
-    if double == "any order":
-        assert any(rank["comm"]["landed_early"] for rank in ranks), "the order was never another"
-    for rank in ranks:
-        assert_unsharded(rank["params"])
-
-
-@each_way
 def test_a_step_gathers_each_training_bucket_once_and_waits_for_all(
     layout: str, view: bool
 ) -> None:
-    ranks = run_ranks(step_through, 2, "counting", layout, view)
+    ranks = run_ranks(step_through, 2, layout, view)
     cuts = ranks[0]["cuts"]
     assert len(cuts) >= 5, "too few buckets to tell"
     each = [(0, Lockstep.nbytes, 2 * Lockstep.nbytes), *cuts]  # the ranks' positions come first
@@ -101,6 +80,6 @@ def test_a_step_gathers_each_training_bucket_once_and_waits_for_all(
 
 @each_way
 def test_one_rank_gathers_nothing(layout: str, view: bool) -> None:
-    seen = step_through("counting", layout, view)
+    seen = step_through(layout, view)
     assert seen["comm"]["launched"] == []
     assert_unsharded(seen["params"])

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
@@ -141,34 +137,6 @@ def test_a_rank_that_is_in_a_collective_of_its_backward_keeps_no_other_waiting()
     for _ in range(4):
         ddp(torch.randn(2, 256)).square().mean().backward()
     assert all(param.isfinite().all() for param in ddp.parameters())
-
-
-ENDS = """
-import sys, time, torch, torch.distributed as dist
-from shardstep import ZeroRedundancyOptimizer
-
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-model = torch.nn.Linear(512, 256)
-opt = ZeroRedundancyOptimizer(
-    model.parameters(), torch.optim.SGD, module=model, layout="whole", lr=0.1
-)
-model(torch.ones(2, 512)).sum().backward()
-opt.clip_grad_norm_(1e9)
-(bucket,) = opt.plan.training_buckets
-if bucket.segment(rank).numel > bucket.numel // 2:
-    time.sleep(0.5)  # the other has come to its end
-opt.step()
-"""
-
-
-@pytest.mark.slow
-def test_a_program_may_end_with_gathers_in_flight(tmp_path: Path) -> None:
-    # As a program of its own: a rank of `run_ranks` leaves without ending the interpreter.
-    commands = [[sys.executable, "-c", ENDS, str(rank), str(tmp_path / "meet")] for rank in (0, 1)]
-    programs = [subprocess.Popen(command, stderr=subprocess.PIPE) for command in commands]
-    ends = [program.communicate(timeout=60) for program in programs]
-    assert [program.returncode for program in programs] == [0, 0], ends
 
 
 class Late:

@@ -13,8 +13,7 @@ import pytest
 @pytest.mark.timeout(300)
 def test_freezing_and_unfreezing_again_and_again_takes_no_memory() -> None:
     script = Path(__file__).with_name("soak.py")
-    options = "--minutes 4 --cycles 120 --modes module --actions freeze --megabytes 0.3"
-    ended = subprocess.run(
-        [sys.executable, script, *options.split()], capture_output=True, text=True, check=False
-    )
+    options = "--minutes=4 --cycles=120 --acts=freeze,iterate,clear_all --megabytes=0.3"
+    command = [sys.executable, script, *options.split(), "--modes=module 32 bits"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,12 +1,14 @@
-"""Writes docs/faults.md: every fault of the table in every mode, and in DDP.
+"""Writes the table of docs/faults.md: every fault in every mode, and in DDP.
 
     python tests/faults/write_table.py [PART OF A NAME ...]
 
-Needs Linux and root: some faults need hosts. With names, only these rows are written again.
+Needs Linux and root: some faults need hosts. With names, only these rows are written again. The
+text before the table stays, but for the version of torch.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -19,94 +21,8 @@ from fault_harness import Outcome, some_hosts, verdict  # noqa: E402
 from fault_job import TIMEOUT  # noqa: E402
 from fault_table import MODES, TRIALS, References, run_named  # noqa: E402
 
-HEADER = f"""# Faults
-
-Each row is a fault in a job of two ranks, or of three where it says so, each on a separate host
-(network namespaces, Gloo, torch {torch.__version__.partition("+")[0]}). The same trials are tests,
-in `tests/faults/`. `python tests/faults/write_table.py` wrote this page. The timeout of the process
-group was {TIMEOUT:g} s.
-
-- **equal**: the job ended, and every loss and parameter equals that of a run without the fault.
-- **skips the batch**: equal to a run without this batch. The loop calls `opt.recover()` when it
-  catches the error; with DDP, `zero_grad()`.
-- **raises at once**: every remaining rank raised within {TIMEOUT / 2:g} s.
-- **raises after the timeout**: the same, {TIMEOUT:g} s later. Until then, a
-  rank that is stopped or cut off looks like a slow one.
-- **wrong numbers**: a step used other values than in the run without the fault.
-- **°**: a remaining rank waited in a collective of DDP. Its error is torch's, which names neither
-  the operation nor the rank.
-- An empty cell: there is no such trial. DDP's job saves nothing. `recover()` needs `module=`. With
-  `register` and the hooks, backward takes the step, so there is no closure and no step to skip.
-
-With this library, no process outlived the timeout by 5 s, no number was wrong, and the newest
-checkpoint loaded, in every trial. Where an operation of this library waits, in any mode, the error
-of each remaining rank names this operation and the peer that it waits for. At three ranks this
-peer may be one that has raised because of the failed rank. The interleaved hook names DDP's hook,
-and no peer: torch does not say for which rank the hook waits. The message of a timeout says what to
-look for.
-
-A rank that ends with an error closes its connections before Python shuts down. Processes that it
-forked, such as workers of a loader, do not keep them open. Seconds until the other ranks raise (2
-and 3 ranks, plain processes on one busy machine):
-
-| rank 1 | without this | with it |
-|---|---|---|
-| raises in the loader, forward or backward, `module=` | 0.4 to 1.1 | 0.00 to 0.08 |
-| the same, `register` | 0.8 to 2.1 | 0.01 to 0.33, once 1.8 |
-| is killed and has loader workers, `module=` | 5.1, as with DDP | 0.02 |
-| raises in `step()`, which tells all ranks | 0.0 | 0.0 to 0.2 |
-| raises in a closure, `module=` | 0.4 to 1.1 | the same |
-| raises anywhere, drop-in | 1.4 to 2.7 | the same |
-
-With the drop-in, the other ranks wait in DDP's all-reduce. With DDP alone, on a less busy machine,
-this took 0.6 to 1.1 s.
-
-**Calls that only one rank makes, with `module=`.** Every call that waits for other ranks begins
-with a header: 201 bytes to each rank that name the call. Headers of different calls meet, where
-their data would not. Every rank compares them before it waits for data. A round of reductions ends
-with a note: the rank's steps, loads, errors and a digest of its options. Notes are compared before
-the step. A difference raises on every rank and names both sides:
-
-| one rank | every rank |
-|---|---|
-| has other options, or loads | raises at once |
-| catches an error of its closure | raises at once |
-| clears gradients between two backward passes | raises at once |
-| calls `recover()` | raises at once; all call `recover()` |
-| runs backward once more, leaves a step out, steps once more | raises at once |
-| runs forward once more, with buffers | raises at once |
-| clips, unscales, asks for a norm or a whole gradient | raises at once |
-| freezes, saves, consolidates, verifies | raises at once |
-| steps once more after `zero_grad()` | raises at the next call that differs |
-| leaves a backward pass out | goes on: its gradients are zero |
-| runs forward once more, without buffers | goes on |
-| waits for the others in a collective of torch | raises after the timeout |
-
-A step after `zero_grad()` makes a round without gradients, as a rank without a gradient does. So it
-may meet the next round of the other ranks, and one step is taken with gradients of zero from this
-rank: load the last checkpoint. `tests/modes/test_lockstep.py` has a test of every row but the last,
-which is *a rank has one batch less* below: this rank has left the loop, and waits in
-`torch.distributed.barrier`.
-
-The trials ran over Gloo. Over NCCL there are no headers, and waiting for the other ranks' notes
-would stall the accelerator. So a call that one rank makes alone ends in NCCL's timeout, and a step
-that raises on one rank is noticed later. What happens then depends on that rank
-(`tests/nccl/test_nccl.py` has tests of all but the watchdog; no run with
-`recoverable=True` is recorded):
-
-- The rank catches the error and continues. Its next note counts one more `step()` that raised.
-  On an accelerator, notes are compared one step late: the first step after the failed one is taken,
-  and the second raises `OutOfStepError` on every rank, before it updates anything. Parameters stay
-  equal on all ranks meanwhile. Load the last checkpoint.
-- With `module=` and `recoverable=True` the host waits for the notes. Then the first step after the
-  failed one raises, and a batch that failed in the loader, forward or backward is skipped as above.
-- The error ends the process. The others wait in their next collective. `torchrun` ends them as soon
-  as one process has failed; elsewhere NCCL's watchdog does, after the timeout of the process group.
-  Its message names NCCL's operation, not ours; the cause is in the output of the failed rank.
-
-| fault | DDP | {" | ".join(f"`{mode}`" for mode in MODES)} |
-|---|---|{"---|" * len(MODES)}
-"""
+HEADING = f"| fault | DDP | {' | '.join(f'`{mode}`' for mode in MODES)} |\n"
+"""The line above the rows. What stands before it on the page stays."""
 
 
 def cell(outcome: Outcome, reference: Outcome) -> str:
@@ -120,7 +36,8 @@ def main() -> None:
     with some_hosts() as hosts, tempfile.TemporaryDirectory() as folder:
         references = References(modes, hosts, Path(folder) / "references")
         page = ROOT / "docs" / "faults.md"
-        old = page.read_text().splitlines() if sys.argv[1:] else []
+        before, _, table = page.read_text().partition(HEADING)
+        line, *old = table.splitlines()
         rows = []
         for number, (name, trial) in enumerate(TRIALS.items()):
             if sys.argv[1:] and not any(part in name for part in sys.argv[1:]):
@@ -136,7 +53,10 @@ def main() -> None:
             ]
             rows.append(f"| {name} | {' | '.join(cells)} |")
             print(rows[-1], flush=True)
-    page.write_text(HEADER + "\n".join(rows) + "\n")
+    version = torch.__version__.partition("+")[0]
+    before = re.sub(r"torch [\d.]+\d", f"torch {version}", before, count=1)
+    assert f"was {TIMEOUT:g} s." in before, "the page names another timeout"
+    page.write_text(before + HEADING + "\n".join([line, *rows]) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from on_ranks import on_ranks
-from pages import read
 from ranks import run_ranks
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -80,20 +78,6 @@ def test_app_state_goes_on_where_it_was_saved(saved: bool, loaded: bool, tmp_pat
         _train(other, its_opt, step)
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
-
-
-def _run_page(folder: Path) -> int:
-    os.chdir(folder)
-    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
-    blocks = [block for block in read(page)[1] if block.mark == "run on 2 ranks"]
-    for block in blocks:
-        exec(compile(block.code, str(block), "exec"), {"__name__": "__main__"})
-    return len(blocks)
-
-
-def test_app_state_runs_as_the_documentation_shows_it(tmp_path: Path) -> None:
-    assert run_ranks(_run_page, 2, tmp_path, fresh=True) == [1, 1]
-    assert (tmp_path / "run" / "app" / ".metadata").exists()
 
 
 def _state(folder: str, load: bool) -> Any:

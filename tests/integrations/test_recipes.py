@@ -1,37 +1,48 @@
-"""The recipes in docs/frameworks.md run at 2 ranks, as they are written."""
+"""The blocks of the pages that are marked so run at 2 ranks, as they are written."""
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
 from frameworks.cells import launched
+from pages import ROOT, Block, read
 from ranks import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
-MARK = re.compile(r"<!-- run on 2 ranks -->\n```python\n(.*?)```", re.DOTALL)
+PACKAGES = ("accelerate", "lightning", "transformers")
+PAGES: dict[str, tuple[int, set[str]]] = {
+    "checkpoints.md": (1, {"app/.metadata"}),
+    "frameworks.md": (
+        5,
+        {"state/optimizer.bin", "trainer/checkpoint-1/optimizer.pt", "lightning/last.ckpt"}
+        | {"fabric.ckpt"},
+    ),
+}
+"""The number of such blocks, and files that they write to the folder `run`."""
 
 
-def _run(recipes: list[str], folder: Path) -> int:
-    from accelerate.state import AcceleratorState, GradientState
-
+def _run(blocks: list[Block], packages: bool, folder: Path) -> None:
     os.chdir(folder)
     with launched():
-        for recipe in recipes:
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
-            exec(compile(recipe, str(PAGE), "exec"), {"__name__": "__main__"})
-    return len(recipes)
+        for block in blocks:
+            if packages:
+                from accelerate.state import AcceleratorState, GradientState
+
+                AcceleratorState._reset_state(reset_partial_state=True)
+                GradientState._reset_state()
+            exec(compile(block.code, str(block), "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.slow
-def test_the_recipes_run_as_written(tmp_path: Path) -> None:
-    for package in ("accelerate", "lightning", "transformers"):
+@pytest.mark.parametrize(
+    "name", ["checkpoints.md", pytest.param("frameworks.md", marks=pytest.mark.slow)]
+)
+def test_marked_blocks_run_on_two_ranks(name: str, tmp_path: Path) -> None:
+    packages = name == "frameworks.md"
+    for package in PACKAGES if packages else ():
         pytest.importorskip(package)
-    recipes = MARK.findall(PAGE.read_text())
-    assert run_ranks(_run, 2, recipes, tmp_path, fresh=True) == [5, 5]
-    saved = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
-    assert {"run/state/optimizer.bin", "run/trainer/checkpoint-1/optimizer.pt"} <= saved
-    assert {"run/lightning/last.ckpt", "run/fabric.ckpt"} <= saved
+    count, files = PAGES[name]
+    blocks = [b for b in read(ROOT / "docs" / name)[1] if b.mark == "run on 2 ranks"]
+    assert len(blocks) == count
+    run_ranks(_run, 2, blocks, packages, tmp_path, fresh=True)
+    assert all((tmp_path / "run" / file).exists() for file in files)

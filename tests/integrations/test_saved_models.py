@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from scenarios import sharded
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-import shardstep
-from shardstep import ZeroRedundancyOptimizer
 
 Model = Callable[[], nn.Module]
 
@@ -27,22 +24,6 @@ def _tied() -> nn.Module:
     model: Any = _mlp()
     model[2].weight = model[0].weight
     return model
-
-
-def _step(model: Any, mode: str) -> ZeroRedundancyOptimizer:
-    """Take a step of AdamW in one of the modes in which parameters live in buckets."""
-    more: dict[str, Any] = {
-        "module": {"module": model},
-        "views": {"parameters_as_bucket_view": True},
-        "register": {"overlap_with_ddp": True},
-    }[mode]
-    ddp = model if mode == "module" else DistributedDataParallel(model)
-    opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1, **more)
-    if mode == "register":
-        shardstep.register(ddp, opt)
-    ddp(torch.ones(2, 8)).square().mean().backward()
-    opt.step()
-    return opt
 
 
 def _with_safetensors(model: nn.Module, folder: str) -> dict[str, Tensor]:
@@ -63,7 +44,9 @@ def _with_accelerate(model: nn.Module, folder: str) -> dict[str, Tensor]:
 def _save(make: Model, mode: str, folder: str, how: str) -> tuple[set[str], set[str], bool]:
     """Return the names in the file, those of the model, and whether the tensors are equal."""
     model = make()
-    _step(model, mode)
+    setup = sharded(mode, model)
+    setup.model(torch.ones(2, 8)).square().mean().backward()
+    setup.opt.step()
     own = folder + f"/{torch.distributed.get_rank()}"
     Path(own).mkdir()
     read = {"safetensors": _with_safetensors, "accelerate": _with_accelerate}[how](model, own)
@@ -72,7 +55,7 @@ def _save(make: Model, mode: str, folder: str, how: str) -> tuple[set[str], set[
     return set(read), set(expected), same
 
 
-@pytest.mark.parametrize("mode", ["module", "views", "register"])
+@pytest.mark.parametrize("mode", ["module", "drop-in views", "register"])
 @pytest.mark.parametrize("how", ["safetensors", "accelerate"])
 def test_every_weight_is_written_right_after_a_step(mode: str, how: str, tmp_path: Path) -> None:
     pytest.importorskip(how)

@@ -44,14 +44,15 @@ def made(**options: Any) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
 
 @pytest.mark.parametrize("wrap", [Holds, Imitates, lambda opt: Holds(Imitates(opt))])
 def test_a_checkpoint_takes_the_optimizer_inside_a_wrapper(wrap: Any, tmp_path: Path) -> None:
-    (model, opt), (other, fresh) = made(), made()
+    model, opt = made()
     model(torch.ones(1, 4)).sum().backward()
     opt.step()
     assert sharded(wrap(opt)) is opt
     checkpoint.save(tmp_path / "one", wrap(opt), model)
     checkpoint.async_save(tmp_path / "two", wrap(opt), model).wait()
-    for name in ("one", "two"):
-        checkpoint.load(tmp_path / name, wrap(fresh), other)
+    for load, path in ((checkpoint.load, "one"), (checkpoint.load, "two"), (checkpoint.resume, "")):
+        other, fresh = made()
+        load(tmp_path / path, wrap(fresh), other)
         assert torch.equal(
             fresh.full_state("weight")["exp_avg"], opt.full_state("weight")["exp_avg"]
         )

@@ -37,7 +37,7 @@ def _before_and_after_steps() -> list[str]:
             step = [int(state["step"]) for state in opt.state_dict()["state"].values()]
             said.append(f"step {step}")
         except RuntimeError as error:
-            said.append(str(error).partition("; ")[0].partition(" ")[2].partition(" ")[2])
+            said.append(str(error).partition(". ")[0].partition(" ")[2].partition(" ")[2])
 
     model, opt = _make(optim.AdamW)
     ask(opt)

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import PROBLEMS, make_gpt, with_ddp, with_plain
-from models import train as train_problem
-from muon_and_adamw import ADAMW, MUON, divided, groups_of
+from mixtures import ADAMW, MUON, mixed
+from models import make_gpt
 from on_ranks import on_ranks
-from problems import assert_same, copies, difference, differing, make_params, set_gradients
-from ranks import raises_on_every_rank, run_ranks
+from problems import copies, difference, differing, make_params, set_gradients
+from ranks import raises_on_every_rank
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
@@ -28,7 +27,7 @@ class Apart:
     """Muon and AdamW as people use them: two optimizers, stepped one after the other."""
 
     def __init__(self, module: nn.Module) -> None:
-        hidden, rest = divided(module)
+        hidden, rest = (group["params"] for group in mixed(module))
         self.muon, self.adamw = optim.Muon(hidden, **MUON), optim.AdamW(rest, **ADAMW)
         self.param_groups = self.muon.param_groups + self.adamw.param_groups
 
@@ -63,7 +62,7 @@ def train(opt: Any, module: nn.Module, steps: range = STEPS) -> list[torch.Tenso
 
 def test_a_mixture_is_its_parts() -> None:
     one, other = gpt(), gpt()
-    mixture, apart = MultiClass(groups_of(one), optim.AdamW, **ADAMW), Apart(other)
+    mixture, apart = MultiClass(mixed(one, **MUON), optim.AdamW, **ADAMW), Apart(other)
     schedulers = [lr_scheduler.StepLR(opt, 1, 0.5) for opt in (mixture, apart.muon, apart.adamw)]
     for step in STEPS:
         now = range(step, step + 1)
@@ -73,7 +72,7 @@ def test_a_mixture_is_its_parts() -> None:
     assert [type(part) for part in mixture.parts] == [optim.Muon, optim.AdamW]
     assert optimizer_name(mixture) == "Muon and AdamW"
     assert difference(apart.state_dicts(), split_state_dict(mixture.state_dict())) is None
-    again = MultiClass(groups_of(copy.deepcopy(one)), optim.AdamW, lr=9.0)
+    again = MultiClass(mixed(copy.deepcopy(one), **MUON), optim.AdamW, lr=9.0)
     again.load_state_dict(mixture.state_dict())
     assert difference(mixture.state_dict(), again.state_dict()) is None
     assert all(part.state is again.state for part in again.parts)
@@ -109,64 +108,13 @@ def test_groups_of_the_default_class_share_one_optimizer() -> None:
 # ------------------------------------------------------------------------------- divided by ranks
 
 
-def _goes_on(view: bool, steps: range, saved: Any, values: Any) -> tuple[Any, Any]:
-    """Load what another number of ranks saved, train on, and save again.
-
-    All ranks have the same gradients, as with DDP, but without its rounding at four ranks.
-    """
-    module = gpt()
-    opt = ZeroRedundancyOptimizer(
-        groups_of(module), optim.AdamW, None, view, bucket_bytes=1 << 14, **ADAMW
-    )
-    if opt.world_size > 1:
-        layouts = {(spec.group, spec.layout) for spec in opt.plan.specs}
-        assert layouts == {(0, "whole"), (1, "sliced")}
-    if saved is not None:
-        with torch.no_grad():
-            for param, value in zip(module.parameters(), values, strict=True):
-                param.copy_(value)
-        opt.load_state_dict(saved)
-    train(opt, module, steps)
-    opt.consolidate_state_dict()
-    return (opt.state_dict() if opt.rank == 0 else None), copies(module.parameters())
-
-
-@pytest.mark.parametrize("view", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("chain", [(1, 2), pytest.param((2, 4, 3), marks=pytest.mark.slow)])
-def test_numbers_and_state_are_those_of_the_unsharded_classes_at_any_number_of_ranks(
-    chain: tuple[int, ...], view: bool
-) -> None:
-    plain = gpt()
-    apart = Apart(plain)
-    saved = values = None
-    for turn, world_size in enumerate(chain):
-        steps = range(3 * turn, 3 * turn + 3)
-        expected = train(apart, plain, steps)
-        found = run_ranks(_goes_on, world_size, view, steps, saved, values)
-        saved, values = found[0]
-        assert [differing(expected, each) for _, each in found] == [[]] * world_size
-        assert difference(apart.state_dicts(), split_state_dict(saved)) is None
-
-
-@on_ranks(2)
-def test_with_module_two_ranks_equal_ddp_with_both() -> None:
-    problem = PROBLEMS["gpt"]
-    ddp, zero = with_ddp(problem.fresh()), with_plain(problem.fresh())
-    ddp.opt = Apart(ddp.module)
-    zero.opt = ZeroRedundancyOptimizer(
-        groups_of(zero.module), optim.AdamW, module=zero.module, bucket_bytes=1 << 14, **ADAMW
-    )
-    assert_same(*([*train_problem(s, problem, STEPS), *s.params] for s in (ddp, zero)))
-
-
 @on_ranks(2, 3)
 def test_freezing_and_adding_groups_keep_the_numbers() -> list[int]:
     """Freezing, unfreezing and adding groups move the state of both classes."""
     results = []
     for make in (MultiClass, partial(ZeroRedundancyOptimizer, bucket_bytes=1 << 14)):
         module = gpt()
-        first, second, *hidden = divided(module)[0]
-        rest = divided(module)[1]
+        (first, second, *hidden), rest = (group["params"] for group in mixed(module))
         groups = [{"params": hidden, "optimizer_class": optim.Muon, **MUON}, {"params": rest}]
         opt: Any = make(groups, optim.AdamW, **ADAMW)
         params = list(module.parameters())

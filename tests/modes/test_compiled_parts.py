@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SGD, ConvNet, noise
+from models import SGD, ConvNet, noise, with_zero
 from on_ranks import on_ranks
 from problems import assert_same, copies
 from torch import Tensor, nn
@@ -75,10 +75,7 @@ def _setup(backend: str | None = None) -> tuple[_Blocks, ZeroRedundancyOptimizer
     module = _Blocks()
     for block in module.blocks if backend else ():
         block.compile(backend=backend)
-    kind, options = SGD
-    return module, ZeroRedundancyOptimizer(
-        module.parameters(), kind, module=module, bucket_bytes=1, **options
-    )
+    return module, with_zero(module, SGD).opt
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
@@ -134,10 +131,7 @@ def test_parts_that_read_parameters_of_others_are_not_compiled_in_every_pass() -
         module.blocks = nn.ModuleList(_Reaching(module.head) for _ in range(2))
         for block in module.blocks if compiled else ():
             block.compile(backend="eager", fullgraph=True)
-        kind, options = SGD
-        opt = ZeroRedundancyOptimizer(
-            module.parameters(), kind, module=module, bucket_bytes=1, **options
-        )
+        opt = with_zero(module, SGD).opt
         results.append(_train(module, opt, range(12)))
         opt.detach()
     assert_same(results[0], results[1], "compiled")
@@ -194,10 +188,7 @@ def test_a_rank_may_export_the_model_between_steps(record: Any) -> None:
     for exports in (False, True):
         torch.manual_seed(0)
         module = ConvNet()
-        kind, options = SGD
-        opt = ZeroRedundancyOptimizer(
-            module.parameters(), kind, module=module, bucket_bytes=1, **options
-        )
+        opt = with_zero(module, SGD).opt
         for step in range(4):
             module(noise(step, 4, 3, 6, 6)).square().mean().backward()
             opt.step()

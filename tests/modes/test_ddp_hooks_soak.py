@@ -12,11 +12,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from ddp_ways import WAYS, expected, overlapping
-from models import Kind, Problem, noise, train, with_zero
+from ddp_ways import WAYS, overlapping
+from models import MLP, MLP_PROBLEM, Kind, Problem, train, with_ddp, with_zero
 from problems import differing
 from ranks import run_ranks
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 pytestmark = pytest.mark.slow
@@ -28,17 +28,7 @@ KIND: Kind = (optim.AdamW, {"lr": 0.003})
 BUCKETS = {"bucket_cap_mb": 0.001}
 
 
-def small() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4)
-    )
-
-
-def loss(model: nn.Module, step: int) -> Tensor:
-    return (model(noise(step, 4, 16)) - noise(step, 4, 4)).square().mean()
-
-
-PROBLEM = Problem(small, loss)
+PROBLEM = Problem(lambda: MLP(24, 2), MLP_PROBLEM.loss)
 
 
 def with_hook(way: str) -> list[Tensor]:
@@ -52,7 +42,7 @@ def without_hook(way: str) -> list[Tensor]:
     if way == "register":
         setup = with_zero(PROBLEM.fresh(), KIND)
     else:
-        setup = expected(PROBLEM.fresh(), KIND, comm_hook=allreduce_hook, **BUCKETS)
+        setup = with_ddp(PROBLEM.fresh(), KIND, comm_hook=allreduce_hook, **BUCKETS)
     train(setup, PROBLEM, range(ITERATIONS))
     return setup.params
 

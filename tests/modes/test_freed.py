@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from models import MLP_PROBLEM, SGD, with_ddp, with_zero
 from on_ranks import on_ranks
 from problems import assert_same, copies
@@ -68,25 +65,3 @@ def test_after_the_optimizer_is_dropped_another_takes_over(gradients: bool) -> N
         assert_same(list(expected.parameters()), read)
         assert all(param.grad is None for param in module.parameters())
         assert not any(part._forward_pre_hooks or part._forward_hooks for part in module.modules())
-
-
-@on_ranks(1)
-def test_a_placeholder_refuses_calls_on_its_memory_by_name() -> None:
-    zero = with_zero(MLP_PROBLEM.fresh())
-    zero.backward(0)
-    grad: Any = next(zero.module.parameters()).grad
-    calls: dict[str, Callable[[], object]] = {
-        "untyped_storage": zero.module.share_memory,
-        "data_ptr": grad.data_ptr,
-        "numpy": grad.numpy,
-        "pickling": lambda: pickle.dumps(grad),
-        "__dlpack__": grad.__dlpack__,
-        "an assignment to .data": lambda: setattr(grad, "data", torch.zeros(grad.shape)),
-        "div_ with rounding_mode": lambda: grad.div_(2, rounding_mode="floor"),
-        "linalg_vector_norm with dtype": lambda: torch.linalg.vector_norm(grad, dtype=torch.double),
-        "a norm of order 2 over None with keepdim": lambda: grad.norm(keepdim=True),
-    }
-    for operation, call in calls.items():
-        with pytest.raises(RuntimeError, match=f"^{operation} is not possible on the gradient of"):
-            call()
-    zero.module.float()  # converts nothing, and assigns every gradient to itself

@@ -11,16 +11,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import loops
 import pytest
-import surroundings
 import torch
 from doubles import AnyOrder
 from late import Late, Noted, in_flight
-from models import ADAMW, MLP, MLP_PROBLEM, noise, rank, train, with_ddp, with_zero
+from models import ADAMW, MLP, MLP_PROBLEM, noise, train, with_ddp, with_zero
 from on_ranks import on_ranks
 from problems import assert_same, copies, differing
-from scenarios import MODULE, SCENARIOS, compared
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
@@ -31,28 +28,6 @@ DOUBLES = [
     pytest.param(Late, id="late"),
     pytest.param(AnyOrder, id="shuffled", marks=pytest.mark.slow),
 ]
-
-# ----------------------------------------------------------------------- training through doubles
-
-
-NAMES = (
-    "every_model",
-    "mixed_dtypes",
-    "average_the_weights",
-    "write_parameters",
-    "read_parameters_in_the_loss",
-    "step_again_on_the_same_gradients",
-    "evaluate_with_fused_attention",
-)
-
-
-@pytest.mark.parametrize("double", DOUBLES)
-@pytest.mark.parametrize("name", NAMES)
-@on_ranks(2)
-def test_training_reads_nothing_that_has_not_arrived(name: str, double: Any) -> list[str]:
-    assert SCENARIOS[name].loop.__module__ in (loops.__name__, surroundings.__name__)
-    return compared([name], double=double, modes=MODULE)
-
 
 # ------------------------------------------------------------------- every way to read a parameter
 
@@ -263,35 +238,6 @@ def test_no_way_of_reading_a_parameter_in_flight_sees_an_old_value(double: Any) 
             setup.opt.zero_grad()
             setup.backward(step)
             setup.opt.step()
-
-
-# ------------------------------------------------------------------ the model and the optimizer
-
-
-@on_ranks(2)
-def test_converting_a_model_in_flight_converts_what_arrives() -> None:
-    ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
-    train(ddp, MLP_PROBLEM, range(2))
-    for dtype in (torch.float64, torch.float16, torch.bfloat16):
-        zero = in_flight()
-        zero.module.to(dtype)
-        assert_same([p.to(dtype) for p in ddp.params], zero.params, dtype)
-
-
-@on_ranks(2)
-def test_the_optimizers_state_is_complete_while_parameters_are_in_flight() -> None:
-    ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
-    train(ddp, MLP_PROBLEM, range(2))
-    expected = ddp.opt.state_dict()["state"]
-    zero = in_flight()
-    zero.opt.consolidate_state_dict(to=1)
-    if rank() == 1:
-        got = zero.opt.state_dict()["state"]
-        for index, entry in expected.items():
-            assert_same(list(entry.values()), [got[index][key] for key in entry], index)
-    zero = in_flight()
-    whole = zero.opt.full_state("layers.1.weight")
-    assert_same(list(expected[2].values()), [whole[key] for key in expected[2]])
 
 
 @on_ranks(2, timeout=110, fresh=True)

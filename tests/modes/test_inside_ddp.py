@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_ways import HOOKS, WAYS, compare, expected, in_ddp, overlapping, seen_in, set_up
+from ddp_ways import HOOKS, WAYS, compare, overlapping, seen_in, set_up
 from doubles import AnyOrder, LateArrival, behind_the_door
 from graphs import READS
-from models import ADAMW, MLP, MLP_PROBLEM, ConvNet, Setup, noise, rank
+from models import ADAMW, MLP, MLP_PROBLEM, ConvNet, Setup, in_ddp, noise, rank, with_ddp
 from on_ranks import on_ranks
 from problems import OneByOne, assert_same, copies
 from ranks import each_raises_on_every_rank
@@ -164,7 +164,7 @@ def test_any_communication_hook_gives_the_numbers_of_ddp() -> None:
 
 @on_ranks(2)
 def test_a_group_may_be_added_before_the_hook_is_made() -> None:
-    reference = seen_in(expected(MLP_PROBLEM.fresh()))
+    reference = seen_in(with_ddp(MLP_PROBLEM.fresh()))
     for way in WAYS:
         model = in_ddp(MLP_PROBLEM.fresh())
         first, *rest = model.parameters()
@@ -183,7 +183,7 @@ def test_a_group_may_be_added_before_the_hook_is_made() -> None:
 def test_the_state_may_be_divided_among_some_of_ddps_ranks() -> None:
     """DDP over four ranks, the state divided among pairs of them: each pair has a copy."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    reference = seen_in(expected(MLP_PROBLEM.fresh(), comm_hook=allreduce_hook))
+    reference = seen_in(with_ddp(MLP_PROBLEM.fresh(), comm_hook=allreduce_hook))
     for way in HOOKS:
         setup = overlapping(way, MLP_PROBLEM.fresh(), zero={"process_group": pairs[rank() // 2]})
         assert_same(reference, seen_in(setup), way)
@@ -196,7 +196,7 @@ def test_the_state_may_be_divided_among_some_of_ddps_ranks() -> None:
 @on_ranks(2)
 def test_parameters_read_right_after_backward_are_up_to_date(double: Any) -> None:
     """Read parameters right after backward, before `step()` is called."""
-    reference = expected(MLP_PROBLEM.fresh())
+    reference = with_ddp(MLP_PROBLEM.fresh())
     with behind_the_door(double) if double else contextlib.nullcontext():
         setups = {way: overlapping(way, MLP_PROBLEM.fresh()) for way in WAYS}
     readers: list[Callable[[Setup], Iterable[Tensor]]] = [

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import MLP_PROBLEM, PROBLEMS, SGD, furthest, noise, rank, with_zero, world_size
+from models import MLP_PROBLEM, PROBLEMS, SGD, noise, rank, with_zero, world_size
 from on_ranks import on_ranks
 from problems import LAYOUTS, assert_same, copies, differing, make_params, set_gradients
 from ranks import each_raises_on_every_rank, run_ranks
-from scenarios import sharded
+from scenarios import distance, sharded
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.join import Join, Joinable
 from uneven import joined
@@ -231,7 +231,7 @@ def test_ranks_without_data_forget_the_gradients_that_others_clear_by_hand(when:
     for step in range(max(_num_inputs(of, reverse=False) for of in ranks)):
         active = [of for of in ranks if _num_inputs(of, reverse=False) > step]
         turn(module, step, active, plain, clip)
-    assert furthest(params, zero.params) < 1e-5
+    assert distance(params, zero.params) < 1e-5
 
 
 @on_ranks(2)

@@ -121,47 +121,32 @@ def _caught(mode: str) -> None:
             setup.opt.step(closure)
 
 
-def test_a_closure_that_raised_on_one_rank_is_noticed_at_once() -> None:
-    match = r"rank 0 counts 0 calls of step\(\) that raised where rank 1 counts 1"
-    each_raises_on_every_rank(2, [(_caught, OutOfStepError, match, mode) for mode in APART])
-
-
-def _clear_here(mode: str, of: int) -> None:
-    """Clear some gradients on one rank between two backward passes that add up."""
+def _clear_here(mode: str, zero: bool, of: int, steps: int = 0) -> None:
+    """Clear some gradients on one rank, or set them to zero, before backward or before a step."""
     setup = sharded(mode, MLP_PROBLEM.fresh())
     setup.backward(0)
     if rank() == 1:
+        setup.opt.zero_grad(set_to_none=False) if zero and of == 10 else None
         for param in list(setup.module.parameters())[:of]:
-            param.grad = None
-    setup.backward(1)
-    setup.finish()
-
-
-def test_gradients_cleared_on_one_rank_are_noticed() -> None:
-    match = "rank 0 counts 10 gradients that were not cleared where rank 1 counts {}"
-    runs = itertools.product(MODULE, (1, 10))
-    cases = [(_clear_here, OutOfStepError, match.format(10 - of), mode, of) for mode, of in runs]
-    each_raises_on_every_rank(2, cases)
-
-
-def _zero_here(mode: str, of: int, steps: int) -> None:
-    """Set some gradients to zero on one rank, before a backward pass or before a step."""
-    setup = sharded(mode, MLP_PROBLEM.fresh())
-    setup.backward(0)
-    if rank() == 1:
-        setup.opt.zero_grad(set_to_none=False) if of == 10 else None
-        for param in list(setup.module.parameters())[:of]:
-            param.grad.zero_()  # a second time counts no more
+            if zero:
+                param.grad.zero_()  # a second time counts no more
+            else:
+                param.grad = None
     for _ in range(steps):
         setup.finish()
     setup.backward(1)
     setup.finish()
 
 
-def test_gradients_set_to_zero_on_one_rank_are_noticed() -> None:
-    match = "rank 0 counts 0 gradients that were set to zero where rank 1 counts {}"
-    runs = itertools.product(MODULE, (1, 10), (0, 1))
-    cases = [(_zero_here, OutOfStepError, match.format(of), mode, of, n) for mode, of, n in runs]
+def test_a_closure_that_raised_and_gradients_cleared_on_one_rank_are_noticed_at_once() -> None:
+    raised = r"rank 0 counts 0 calls of step\(\) that raised where rank 1 counts 1"
+    cleared = "rank 0 counts 10 gradients that were not cleared where rank 1 counts {}"
+    zeroed = "rank 0 counts 0 gradients that were set to zero where rank 1 counts {}"
+    cases: list[Any] = [(_caught, OutOfStepError, raised, mode) for mode in APART]
+    for mode, of in itertools.product(MODULE, (1, 10)):
+        case = (_clear_here, OutOfStepError)
+        cases.append((*case, cleared.format(10 - of), mode, False, of))
+        cases += [(*case, zeroed.format(of), mode, True, of, steps) for steps in (0, 1)]
     each_raises_on_every_rank(2, cases)
 
 

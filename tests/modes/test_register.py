@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_ways import HOOKS, expected, in_ddp, overlapping, set_up
-from models import ADAMW, MLP, MLP_PROBLEM, rank, train
+from ddp_ways import HOOKS, overlapping, set_up
+from models import ADAMW, MLP, MLP_PROBLEM, in_ddp, rank, train, with_ddp
 from on_ranks import on_ranks
 from problems import assert_same, differing
 from torch import nn, optim
@@ -60,7 +60,7 @@ def test_ddp_itself_sends_nothing() -> None:
 
 @on_ranks(2)
 def test_gradients_are_with_their_owners() -> None:
-    plain, setup = expected(MLP_PROBLEM.fresh()), overlapping("register", MLP_PROBLEM.fresh())
+    plain, setup = with_ddp(MLP_PROBLEM.fresh()), overlapping("register", MLP_PROBLEM.fresh())
     for step in range(3):
         plain.backward(step)
         setup.backward(step)
@@ -92,7 +92,7 @@ def _tied_in_vain() -> tuple[Any, Any]:
 @on_ranks(2)
 def test_an_optimizer_may_be_tied_to_one_ddp_module_after_the_other() -> None:
     """In vain, to reduce gradients itself, to let DDP reduce them, and back."""
-    reference = expected(MLP_PROBLEM.fresh())
+    reference = with_ddp(MLP_PROBLEM.fresh())
     model, opt = _tied_in_vain()
     for number, way in enumerate(("register", "hook", "interleaved", "register")):
         model = in_ddp(model.module)

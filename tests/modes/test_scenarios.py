@@ -83,12 +83,27 @@ def test_without_a_process_group_it_is_the_plain_optimizer(name: str) -> None:
         assert _compare(name, modes=APART) == []
 
 
-@pytest.mark.parametrize("double", [LateArrival, AnyOrder])
-@pytest.mark.parametrize(
-    "name", thorough_but("unused_parameters_with_no_sync", "accumulate_with_no_sync")
+WITH_MODULE = (
+    *("every_model", "mixed_dtypes", "average_the_weights", "write_parameters"),
+    *("read_parameters_in_the_loss", "step_again_on_the_same_gradients"),
+    "evaluate_with_fused_attention",
 )
-def test_no_result_is_used_before_it_has_arrived(name: str, double: Any) -> None:
-    assert run_ranks(_compare, 2, name, double=double) == [[], []]
+IN_ALL_MODES = ("unused_parameters_with_no_sync", "accumulate_with_no_sync")
+DOUBLES: list[Any] = [
+    *(pytest.param(each, LateArrival, MODULE) for each in WITH_MODULE),
+    *(pytest.param(each, AnyOrder, MODULE, marks=pytest.mark.slow) for each in WITH_MODULE),
+    *(
+        pytest.param(each, double, ALL, marks=[pytest.mark.thorough] * (each not in IN_ALL_MODES))
+        for each in SCENARIOS
+        for double in (LateArrival, AnyOrder)
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "double", "modes"), DOUBLES)
+def test_no_result_is_used_before_it_has_arrived(name: str, double: Any, modes: Any) -> None:
+    modes = [mode for mode in _works(name) if mode in modes]
+    assert run_ranks(_compare, 2, name, double=double, modes=modes) == [[], []]
 
 
 def _refused(name: str, mode: str) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import MLP, noise
+from models import MLP, MLP_PROBLEM, SGD, train, with_zero
 from on_ranks import on_ranks
 from scenarios import ALL, MODULE, sharded
-from torch import optim
 from torch.profiler import ProfilerActivity, profile
-
-from shardstep import ZeroRedundancyOptimizer
 
 
 @pytest.mark.parametrize("mode", ALL)
@@ -18,13 +15,13 @@ from shardstep import ZeroRedundancyOptimizer
 def test_a_profiler_shows_named_spans(mode: str) -> None:
     setup = sharded(mode, MLP(width=192, depth=4))
 
-    def train() -> None:
+    def iterate() -> None:
         setup.model(torch.ones(2, 16)).square().mean().backward()
         setup.finish()
 
-    train()
+    iterate()
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        train()
+        iterate()
         setup.opt.shards.wait_for_params()
     names = {event.key.removeprefix("shardstep::") for event in seen.key_averages()}
     reduces = mode in (*MODULE, "register")
@@ -34,22 +31,9 @@ def test_a_profiler_shows_named_spans(mode: str) -> None:
     assert {"step", *(f"{kind} bucket {b}" for kind in kinds for b in buckets)} <= names
 
 
-def _profiled() -> None:
-    model = MLP()
-    opt = ZeroRedundancyOptimizer(
-        model.parameters(), optim.SGD, module=model, bucket_bytes=1, lr=0.1, momentum=0.9
-    )
-    losses = []
-    with profile():
-        for step in range(3):
-            loss = model(noise(step, 6, 16)).square().mean()
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            losses.append(loss.detach())
-
-
 @on_ranks(2)
 def test_a_profiler_may_stop_while_messages_are_in_flight() -> None:
     for _ in range(18):
-        _profiled()
+        setup = with_zero(MLP_PROBLEM.fresh(), SGD)
+        with profile():
+            train(setup, MLP_PROBLEM, range(3))

@@ -14,13 +14,11 @@ import torch.distributed as dist
 from graphs import BUFFERED
 from models import (
     ADAMW,
-    MLP,
     MLP_PROBLEM,
     SGD,
     ConvNet,
     Problem,
     Setup,
-    furthest,
     noise,
     rank,
     train,
@@ -30,8 +28,11 @@ from models import (
 )
 from on_ranks import on_ranks
 from problems import assert_same, differing
+from scenarios import distance
 from torch import Tensor, nn
 from traffic import Traffic, counted
+
+from shardstep.params.module import remove_hooks
 
 # --------------------------------------------------------------------------------- what is sent
 
@@ -64,7 +65,7 @@ def test_what_is_held_back_is_sent_once_by_the_next_backward_or_the_step() -> No
     batch = torch.cat([noise(step, 6, 16) for step in range(4)])
     (4 * whole.model(batch).square().mean()).backward()
     whole.opt.step()
-    assert furthest(whole.params, zero.params) < 1e-5
+    assert distance(whole.params, zero.params) < 1e-5
 
     # The step sends what no backward pass has sent, and to the same numbers.
     late, traffic = _counted()
@@ -101,15 +102,6 @@ def test_a_parameter_that_is_frozen_first_changes_nothing_about_what_is_held_bac
     assert_same(noticed.params, late.params)
 
 
-@on_ranks(2)
-def test_detaching_while_gradients_are_held_back_leaves_no_placeholders() -> None:
-    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
-    with zero.no_sync():
-        zero.backward(0)
-        zero.opt.detach()
-    assert all(param.grad is None for param in zero.module.parameters())
-
-
 @on_ranks(2, raises=RuntimeError, match="lose gradients")
 def test_ranks_that_hold_nothing_back_do_not_wait_for_one_that_would_lose_it() -> None:
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
@@ -138,46 +130,26 @@ def test_under_no_sync_buffers_are_not_sent_either() -> None:
 # ------------------------------------------------------------------- when something goes wrong
 
 
-class _Fuse(torch.autograd.Function):
-    """Passes through, and fails in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("fused")
-
-
-class _Fusible(nn.Module):
-    """Fails behind layer `at`: in backward, or in forward if that is `"forward"`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = MLP()
-        self.at: int | str | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.at == "forward":
-            raise ArithmeticError("fused")
-        for number, layer in enumerate(self.body.layers):
-            x = torch.tanh(layer(x))
-            if number == self.at:
-                x = _Fuse.apply(x)
-        return x
-
-
-FUSIBLE = Problem(_Fusible, lambda model, step: model(noise(step, 6, 16)).square().mean())
+def _fuse(*args: object) -> None:
+    raise ArithmeticError("fused")
 
 
 def _fail(setup: Setup, at: int | str | None) -> None:
-    assert isinstance(setup.module, _Fusible)
-    setup.module.at = at
+    """Fail in forward, or in backward before it comes to layer `at`."""
+    layers, hooks = setup.module.get_submodule("layers"), []
+    if at == "forward":
+        hooks.append(layers[0].register_forward_pre_hook(_fuse))
+    elif at is not None:
+
+        def fuse(_: nn.Module, __: Any, out: Tensor) -> None:
+            assert out.grad_fn is not None
+            out.grad_fn.register_prehook(_fuse)  # behind all hooks of the tensor
+
+        hooks.append(layers[at].register_forward_hook(fuse))
     with contextlib.suppress(ArithmeticError):
-        setup.backward(77, FUSIBLE)
+        setup.backward(77)
         assert at is None
-    setup.module.at = None
+    remove_hooks(hooks)
 
 
 # Where each of two ranks fails. Layer 4 is the last: no gradient has come by then. None: the rank
@@ -201,20 +173,20 @@ PLACES: list[tuple[int | str | None, int | str | None]] = [
 def test_after_a_failure_anywhere_and_zero_grad_training_goes_on_with_the_right_numbers(
     overlap: bool,
 ) -> None:
-    ddp = with_ddp(FUSIBLE.fresh(), SGD)
-    expected = [*train(ddp, FUSIBLE, range(3)), *ddp.params]
+    ddp = with_ddp(MLP_PROBLEM.fresh(), SGD)
+    expected = [*train(ddp, MLP_PROBLEM, range(3)), *ddp.params]
     # Some passes were good before the one that fails.
     for case in itertools.product(PLACES, (True, False), (0, 1)):
         places, set_to_none, already = case
-        zero = with_zero(FUSIBLE.fresh(), SGD, overlap=overlap)
+        zero = with_zero(MLP_PROBLEM.fresh(), SGD, overlap=overlap)
         losses = []
         for step in range(3):
             if step == 1:
                 for _ in range(already):
-                    zero.backward(55, FUSIBLE)
+                    zero.backward(55)
                 _fail(zero, places[rank()])
                 zero.opt.zero_grad(set_to_none)
-            losses.append(zero.backward(step, FUSIBLE))
+            losses.append(zero.backward(step))
             zero.finish()
         assert_same(expected, [*losses, *zero.params], case)
 
@@ -222,24 +194,24 @@ def test_after_a_failure_anywhere_and_zero_grad_training_goes_on_with_the_right_
 @pytest.mark.parametrize("at", [4, 1])
 @on_ranks(2, raises=RuntimeError, match=r"call zero_grad\(\)")
 def test_going_on_after_a_failed_backward_without_zero_grad_raises(at: int) -> None:
-    zero = with_zero(FUSIBLE.fresh(), SGD)
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     _fail(zero, at)
     zero.module.zero_grad()
-    zero.backward(0, FUSIBLE)
+    zero.backward(0)
 
 
 @on_ranks(2)
 def test_failures_under_no_sync_concern_one_rank_alone() -> list[int]:
     """Under no_sync nobody waits for anybody, so ranks may fail apart."""
-    ddp, zero = (make(FUSIBLE.fresh(), SGD) for make in (with_ddp, with_zero))
-    expected = [*train(ddp, FUSIBLE, range(2)), *ddp.params]
-    losses = train(zero, FUSIBLE, range(1))
+    ddp, zero = (make(MLP_PROBLEM.fresh(), SGD) for make in (with_ddp, with_zero))
+    expected = [*train(ddp, MLP_PROBLEM, range(2)), *ddp.params]
+    losses = train(zero, MLP_PROBLEM, range(1))
     with zero.no_sync():
         _fail(zero, ("forward", 4)[rank()])
         zero.opt.zero_grad()
         _fail(zero, (2, None)[rank()])
     zero.opt.zero_grad()
-    losses += train(zero, FUSIBLE, range(1, 2))
+    losses += train(zero, MLP_PROBLEM, range(1, 2))
     return differing(expected, [*losses, *zero.params])
 
 
@@ -262,7 +234,7 @@ def test_a_rank_without_any_gradient_takes_part_with_zeros() -> None:
             zero.opt.step()
             (zero.module if step else zero.opt).zero_grad()
             oracle.finish()
-        assert furthest(oracle.params, zero.params) <= 1e-5
+        assert distance(oracle.params, zero.params) <= 1e-5
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {

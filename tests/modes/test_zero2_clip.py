@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -17,7 +18,6 @@ from models import (
     Problem,
     Setup,
     from_rank,
-    furthest,
     noise,
     rank,
     train,
@@ -26,6 +26,7 @@ from models import (
 )
 from on_ranks import on_ranks
 from problems import LAYOUTS, assert_same, same_bits
+from scenarios import distance
 from torch import Tensor, nn, optim
 from torch.amp import GradScaler
 from traffic import counted
@@ -75,7 +76,7 @@ def test_norms_and_clipped_steps_equal_those_under_ddp_and_are_the_same_on_all_r
             assert_same(from_rank(0, got), got)
             for a, b in zip(expected, got, strict=True):
                 assert torch.allclose(a.float(), b.float(), rtol=tolerance, atol=0), (case, a, b)
-            assert furthest(ddp.params, zero.params) <= max(1e-5, tolerance), (case, layout)
+            assert distance(ddp.params, zero.params) <= max(1e-5, tolerance), (case, layout)
 
 
 @on_ranks(1, 2, 3)
@@ -134,7 +135,6 @@ def test_whatever_would_see_a_part_of_a_gradient_raises_and_names_what_to_call()
         "count": lambda: params[0].grad.norm(0),
         "item": lambda: params[-1].grad[0].item(),
         "clone": lambda: params[0].grad.clone(),
-        "numpy": lambda: params[0].grad.numpy(),
         "tolist": lambda: params[0].grad.tolist(),
         "isnan": lambda: torch.isnan(params[0].grad).any(),
         "cat": lambda: torch.cat([p.grad.flatten() for p in params]),
@@ -148,6 +148,22 @@ def test_whatever_would_see_a_part_of_a_gradient_raises_and_names_what_to_call()
     for act in acts.values():
         with pytest.raises(Exception, match=named):
             act()
+    grad: Any = params[0].grad
+    by_name: dict[str, Callable[[], object]] = {
+        "untyped_storage": zero.module.share_memory,
+        "data_ptr": grad.data_ptr,
+        "numpy": grad.numpy,
+        "pickling": lambda: pickle.dumps(grad),
+        "__dlpack__": grad.__dlpack__,
+        "an assignment to .data": lambda: setattr(grad, "data", torch.zeros(grad.shape)),
+        "div_ with rounding_mode": lambda: grad.div_(2, rounding_mode="floor"),
+        "linalg_vector_norm with dtype": lambda: torch.linalg.vector_norm(grad, dtype=torch.double),
+        "a norm of order 2 over None with keepdim": lambda: grad.norm(keepdim=True),
+    }
+    for operation, act in by_name.items():
+        with pytest.raises(RuntimeError, match=f"^{operation} is not possible on the gradient of"):
+            act()
+    zero.module.float()  # converts nothing, and assigns every gradient to itself
     # Nothing of this has done any harm, and what can be known of a gradient is.
     for param in params:
         assert param.grad is not None

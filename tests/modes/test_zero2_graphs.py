@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from doubles import Wrapped, behind_the_door
+from doubles import Wrapped
 from graphs import Checkpointed, Opaque, Reaching
-from models import MLP, MLP_PROBLEM, SGD, Problem, noise, rank, train, with_ddp, with_zero
+from models import MLP, MLP_PROBLEM, SGD, Problem, noise, train, with_zero
 from on_ranks import on_ranks
-from problems import assert_same, differing
+from problems import assert_same
 from ranks import run_ranks
+from scenarios import compared
 from torch import Tensor, nn
 
 from shardstep.comm import Work
@@ -88,13 +89,6 @@ def test_compiled_before_after_or_in_place_equals_not_compiled_to_the_bit(
             assert_same(expected, run(when, problem), f"{name}, compiled {when}")
 
 
-class _Shortened(MLP):
-    def forward(self, x: Tensor, short: bool = False) -> Tensor:
-        for layer in self.layers[:2] if short else self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 class _Ordered(Wrapped):
     """Lists the collectives of all connections in the order of their launch."""
 
@@ -114,28 +108,17 @@ class _Ordered(Wrapped):
         return self._inner.reduce_scatter(*args)
 
 
-def _two_models() -> tuple[list[int], list[tuple[str, int]]]:
-    """Train two models with one backward pass; of the second, a rank may use only the start."""
-    seen = []
-    for make, options in ((with_ddp, {"find_unused_parameters": True}), (with_zero, {})):
-        torch.manual_seed(0)
-        with behind_the_door(_Ordered):
-            one, two = (make(_Shortened(depth=8), SGD, **options) for _ in range(2))
-        for step in range(3):
-            x = noise(step, 6, 16)
-            loss = one.model(x).square().mean() + two.model(x, rank() == step % 2).square().mean()
-            loss.backward()
-            one.finish()
-            two.finish()
-        seen.append(one.params + two.params)
-    return differing(*seen), _Ordered.calls
+def _two_models() -> tuple[list[str], list[tuple[str, int]]]:
+    found = compared(["two_models_in_one_backward"], double=_Ordered, modes=["module"])
+    return found, _Ordered.calls
 
 
 def test_two_models_in_one_backward_pass_send_in_one_order_on_every_rank() -> None:
     """Otherwise ranks may wait for each other in a circle; NCCL asks for one order anyway."""
-    (differ, calls), other = run_ranks(_two_models, 2, timeout=40)
-    assert differ == []
-    assert other == (differ, calls)
+    (found, calls), other = run_ranks(_two_models, 2, timeout=40)
+    assert found == []
+    assert calls
+    assert other == (found, calls)
 
 
 @on_ranks(2)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from follow import follow
 from models import from_rank
 from on_ranks import on_ranks
-from problems import Case, assert_same, copies, make_params, set_gradients, train
+from problems import Case, assert_same, copies, follow, make_params, set_gradients, train
 from ranks import run_ranks
 from torch import optim
 from traffic import counted

@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from follow import follow
 from on_ranks import on_ranks
-from problems import SHAPES, Case, OneByOne, copies, make_params, set_gradients, train
+from problems import SHAPES, Case, OneByOne, follow, make_params, set_gradients, train
 from ranks import raises_on_every_rank, run_ranks
 from reference.naive_masters import NaiveMasters
 from torch import nn, optim
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 
@@ -87,63 +83,6 @@ def test_what_the_local_optimizer_keeps_in_its_groups_is_seen() -> None:
 
 
 # --------------------------------------------------------------------- hooks and closures
-
-
-@on_ranks(1, 3)
-def test_step_hooks_surround_the_whole_step() -> None:
-    params = make_params()
-    opt = ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)
-    calls: list[str] = []
-
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        assert optimizer is opt
-        calls.append("before")
-        for param in params:
-            if param.grad is not None:
-                param.grad.fill_(2.0)  # what the hook does to gradients counts
-
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        assert optimizer is opt
-        changed = all(
-            torch.equal(now, (was - torch.full_like(was, 2.0) * 0.1))
-            for now, was, param in zip(copies(params), values, params, strict=True)
-            if param.grad is not None
-        )
-        calls.append("after, everything gathered" if changed else "after, too early")
-
-    first = opt.register_step_pre_hook(before)
-    second = opt.register_step_post_hook(after)
-    values = copies(params)
-    set_gradients(params, 0)
-    opt.step()
-    first.remove()
-    second.remove()
-    opt.step()
-    assert calls == ["before", "after, everything gathered"]
-
-
-@on_ranks(2)
-def test_hooks_on_the_steps_of_all_optimizers_see_a_step_once() -> None:
-    """The local optimizer's step is a part of it: a hook that halves gradients halves them once."""
-    calls: list[str] = []
-
-    def halve(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        calls.append("before")
-        for param in optimizer.param_groups[0]["params"]:
-            if param.grad is not None:
-                param.grad.mul_(0.5)
-
-    def script(opt: Any, params: list[nn.Parameter]) -> None:
-        calls.clear()
-        before = register_optimizer_step_pre_hook(halve)
-        after = register_optimizer_step_post_hook(lambda *args: calls.append("after"))
-        train(opt, params, range(2))
-        before.remove()
-        after.remove()
-        train(opt, params, range(2, 3))
-        assert calls == ["before", "after"] * 2
-
-    follow(script, Case(optim.SGD, {"lr": 0.1, "momentum": 0.9}))
 
 
 @on_ranks(1, 2)

@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from follow import COMBINATIONS, follow, in_turn
 from on_ranks import on_ranks
 from problems import (
+    COMBINATIONS,
     ELEMENT_WISE,
     LAYOUTS,
     Case,
     assert_same,
     copies,
     differing,
+    follow,
+    in_turn,
     make_groups,
     make_params,
-    set_gradients,
     train,
 )
 from reference.naive_zero import NaiveZero, SlicedZero
@@ -33,17 +34,24 @@ from torch import nn, optim
 from shardstep import ZeroRedundancyOptimizer
 
 STEPS = range(12)
+FROZEN_AT = {0: range(3, 12), 2: range(3, 5)}
+"""At these steps these parameters do not train."""
+
 BUCKET_BYTES = 1 << 12
 """Small, so that there are several buckets."""
 
 
 def check(case: Case, make: Any, combinations: Any = COMBINATIONS, layout: str = "") -> None:
-    """Compare with the unsharded class, on parameters in groups and several buckets."""
+    """Compare with the unsharded class, on groups and several buckets, some frozen for a while."""
+    missing = case.missing
 
     def script(opt: Any, params: list[nn.Parameter]) -> int:
         assert not layout or not hasattr(opt, "plan") or opt.plan.layout == layout
         start, strides = copies(params), [param.stride() for param in params]
-        changed = differing(start, train(opt, params, STEPS, missing=case.missing))
+        for step in STEPS:
+            for number, steps in FROZEN_AT.items():
+                params[number].requires_grad_(step not in steps)
+            changed = differing(start, train(opt, params, range(step, step + 1), missing=missing))
         assert strides == [param.stride() for param in params], "the memory format changed"
         return len(changed)
 
@@ -80,39 +88,6 @@ def test_parameters_of_several_dtypes_train_in_one_optimizer() -> None:
     ]
     for number, case in enumerate(cases):
         check(case, partial(make_params, shapes, frozen=(3,), dtypes=dtypes), in_turn(number))
-
-
-def _channels_last_params() -> list[nn.Parameter]:
-    params = make_params([(16, 9, 3, 3), (24, 16, 5, 5), (24,), (8, 24, 1, 1)], frozen=())
-    for param in params:
-        if param.dim() == 4:
-            param.data = param.data.to(memory_format=torch.channels_last)
-    return params
-
-
-@pytest.mark.slow
-@on_ranks(2, 3)
-def test_channels_last_parameters_keep_numbers_and_format() -> None:
-    sgd, adamw = Case(optim.SGD, {"momentum": 0.9}), Case(optim.AdamW, {"fused": True})
-    for case in (sgd, adamw, Case(optim.Adam)):
-        check(case, _channels_last_params)
-
-
-@on_ranks(2)
-def test_a_gradient_may_lie_in_memory_otherwise_than_its_parameter() -> None:
-    """A contiguous gradient of a channels-last weight; the class must be one whose result does
-    not depend on whether a kernel runs over strides or not, which plain SGD's is."""
-
-    def script(opt: Any, params: list[nn.Parameter]) -> None:
-        for step in STEPS:
-            set_gradients(params, step)
-            for param in params:
-                if param.grad is not None:
-                    # Multiples of 1/4 without rounding: exact in any order.
-                    param.grad = (param.grad * 4).round().contiguous()
-            opt.step()
-
-    follow(script, Case(optim.SGD, {"lr": 0.25}), _channels_last_params)
 
 
 WHOLE_TENSOR = [

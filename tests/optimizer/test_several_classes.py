@@ -15,8 +15,9 @@ from by_hand import ByHand
 from mixtures import MASTERS, mixed, mixture, net, steps
 from models import consolidated
 from on_ranks import on_ranks
-from problems import Case, OneByOne, assert_same, copies, differing
+from problems import Case, assert_same, copies, differing
 from ranks import run_ranks
+from test_inside_ddp import CountsInItself
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -148,19 +149,6 @@ def test_a_mixture_that_cannot_load_stays_as_it_was() -> None:
 # ------------------------------------------------------------- several classes, bucket by bucket
 
 
-class Counts(OneByOne):
-    """Its steps get shorter."""
-
-    turn = 0
-
-    def step(self, closure: Any = None) -> None:
-        self.turn += 1
-        super().step()
-
-    def update(self, p: Any, state: Any, lr: float) -> None:
-        p.add_(p.grad, alpha=-lr / self.turn)
-
-
 def step_by_bucket(optimizer_class: Any) -> bool:
     model = net(torch.float32)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
@@ -179,7 +167,7 @@ def test_steps_that_were_taken_bucket_by_bucket_were_taken() -> None:
     """A checkpoint says whether there were any. A class that counts its steps takes none."""
     assert step_by_bucket(optim.Muon)
     with pytest.raises(RuntimeError, match="counts its steps"):
-        step_by_bucket(Counts)
+        step_by_bucket(CountsInItself)
 
 
 # ------------------------------------------------------- classes, groups and masters that change

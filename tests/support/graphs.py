@@ -376,7 +376,7 @@ def two_models_in_one_backward(new: New) -> list[Tensor]:
     one, two = (new(PAIR, process_group=group, find_unused_parameters=True) for group in groups)
     losses = []
     for step in range(6):
-        x = noise(step, 6, 128)
+        x = noise(step, 6, 16)
         short = rank() == step % 2
         loss = 3 * one.model(x).square().mean() + two.model(x, short).square().mean()
         loss.backward()
@@ -386,19 +386,16 @@ def two_models_in_one_backward(new: New) -> list[Tensor]:
     return losses + one.params + two.params
 
 
-class Pair(nn.Module):
-    """One bucket for each layer at two ranks; the second layer may be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(128, 128)
-        self.second = nn.Linear(128, 128)
+class Pair(MLP):
+    """One bucket for each layer at two ranks; most layers may be left out."""
 
     def forward(self, x: Tensor, short: bool = False) -> Tensor:
-        return self.first(x) if short else self.second(self.first(x))
+        for layer in self.layers[:2] if short else self.layers:
+            x = torch.tanh(layer(x))
+        return x
 
 
-PAIR = Problem(Pair, MLP_PROBLEM.loss)
+PAIR = Problem(lambda: Pair(depth=8), MLP_PROBLEM.loss)
 
 
 @scenario(many=True, kinds=[SGD], modes=APART)

@@ -329,6 +329,27 @@ def hooks_around_the_step(setup: Setup) -> list[Tensor]:
     return seen
 
 
+@scenario(modes=APART)
+def hooks_that_change_gradients(setup: Setup) -> list[Tensor]:
+    """Each halves them once. After the step every parameter is there."""
+    seen: list[Tensor] = []
+
+    def halve(opt: Any, *_: Any) -> None:
+        assert opt is setup.opt
+        for param in setup.module.parameters():
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+
+    hooks = [
+        register_optimizer_step_pre_hook(halve),
+        setup.opt.register_step_pre_hook(halve),
+        setup.opt.register_step_post_hook(lambda *_: seen.extend(setup.params)),
+    ]
+    train(setup, MLP_PROBLEM, range(3))
+    remove_hooks(hooks)
+    return seen
+
+
 @scenario()
 def evaluate_between_steps(setup: Setup) -> list[Tensor]:
     seen = []

@@ -10,6 +10,8 @@ from torch import nn, optim
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 
 MASTERS = MixedPrecision()
+MUON = {"lr": 0.02, "weight_decay": 0.1}
+ADAMW = {"lr": 0.003, "betas": (0.8, 0.95)}
 
 
 def net(dtype: torch.dtype = torch.bfloat16) -> nn.Module:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 
 from demo.gpt import GPT, GPTConfig
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
+from shardstep.local.multi_class import MultiClass
 
 ADAMW: tuple[type[Optimizer], dict[str, Any]] = (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1})
 SGD: tuple[type[Optimizer], dict[str, Any]] = (
@@ -221,18 +223,48 @@ class Setup:
 Kind = tuple[type[Optimizer], dict[str, Any]]
 
 
-def with_ddp(module: nn.Module, kind: Kind = ADAMW, **options: Any) -> Setup:
+SEVERAL_BUCKETS = {"bucket_cap_mb": 0.05}
+"""So that DDP has several, and divides the parameters again after the first iteration."""
+
+
+def in_ddp(
+    module: nn.Module,
+    comm_hook: Any = None,
+    state: Callable[[], Any] = lambda: None,
+    **options: Any,
+) -> DistributedDataParallel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of unused parameters that are not there
+        model = DistributedDataParallel(module, **{**SEVERAL_BUCKETS, **options})
+    if comm_hook is not None:
+        model.register_comm_hook(state(), comm_hook)
+    return model
+
+
+def groups_of(module: nn.Module) -> list[Any]:
+    return list(module.parameters())
+
+
+Groups = Callable[[nn.Module], list[Any]]
+
+
+def with_plain(module: nn.Module, kind: Kind = ADAMW, groups: Groups = groups_of) -> Setup:
+    """Nothing but the optimizer, or several in one if groups name their classes."""
+    clip = lambda *a, **k: nn.utils.clip_grad_norm_(module.parameters(), *a, **k)  # noqa: E731
+    made = groups(module)
+    several = any(isinstance(group, dict) and "optimizer_class" in group for group in made)
+    opt = MultiClass(made, kind[0], **kind[1]) if several else kind[0](made, **kind[1])
+    return Setup(module, module, opt, nullcontext, clip)
+
+
+def with_ddp(
+    module: nn.Module, kind: Kind = ADAMW, groups: Groups = groups_of, **ddp: Any
+) -> Setup:
     """DDP and the optimizer."""
-    model = DistributedDataParallel(module, **options)
-    clip = lambda *a, **k: nn.utils.clip_grad_norm_(module.parameters(), *a, **k)  # noqa: E731
-    return Setup(model, module, kind[0](module.parameters(), **kind[1]), model.no_sync, clip)
-
-
-def with_plain(module: nn.Module, kind: Kind = ADAMW) -> Setup:
-    """Nothing but the optimizer."""
-    clip = lambda *a, **k: nn.utils.clip_grad_norm_(module.parameters(), *a, **k)  # noqa: E731
-    opt = kind[0](module.parameters(), **kind[1])
-    return Setup(module, module, opt, lambda: (_ for _ in ()).throw(AssertionError), clip)
+    model = in_ddp(module, **ddp)  # which gives all ranks the values of rank 0
+    setup = with_plain(module, kind, groups)
+    setup.model, setup.no_sync = model, model.no_sync
+    return setup
 
 
 def with_zero(module: nn.Module, kind: Kind = ADAMW, **options: Any) -> Setup:
@@ -245,15 +277,6 @@ def with_zero(module: nn.Module, kind: Kind = ADAMW, **options: Any) -> Setup:
     return Setup(module, module, opt, opt.no_sync, opt.clip_grad_norm_)
 
 
-def furthest(expected: Sequence[Tensor], got: Sequence[Tensor]) -> float:
-    """The largest difference, relative to the largest element of its tensor."""
-    return max(
-        float((a - b).abs().max() / a.abs().max().clamp_min(1e-6))
-        for a, b in zip(expected, got, strict=True)
-        if a.numel()
-    )
-
-
 def train(setup: Setup, problem: Problem, steps: range) -> list[Tensor]:
     """The plain loop; returns the losses."""
     losses = []
@@ -261,8 +284,3 @@ def train(setup: Setup, problem: Problem, steps: range) -> list[Tensor]:
         losses.append(setup.backward(step, problem))
         setup.finish()
     return losses
-
-
-def failing(checks: Iterator[tuple[str, Any]] | Sequence[tuple[str, Any]]) -> list[str]:
-    """The names of those checks that found something, with what they found."""
-    return [f"{name}: {found}" for name, found in checks if found]

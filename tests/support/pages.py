@@ -5,7 +5,10 @@ A comment on the line before a block says what a test does with it:
 - `<!-- run -->`: run this Python block.
 - `<!-- run on 2 ranks -->`: run it on two ranks.
 - `<!-- file: NAME -->`: write this block to a file, for the commands after it on the page.
-- `<!-- not run: REASON -->`: leave out these commands. Without it, commands are run as written.
+- `<!-- install -->`: run these commands in the checkout, with a new folder to install into.
+- `<!-- not run: REASON -->`: only check that files, verbs and options exist.
+
+Without a comment, commands are run as written.
 """
 
 from __future__ import annotations

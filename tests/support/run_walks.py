@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
-import either_tree  # noqa: F401  # before the walks are imported
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without DDP's warnings of unused parameters
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
 import torch
 import torch.distributed as dist
 from models import world_size

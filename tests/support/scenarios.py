@@ -16,9 +16,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_ways import HOOKS, WAYS, groups_of, in_ddp, overlapping
+from ddp_ways import HOOKS, WAYS, overlapping
 from doubles import behind_the_door
-from models import ADAMW, MLP_PROBLEM, SGD, Kind, Problem, Setup, train, with_plain, world_size
+from models import (
+    ADAMW,
+    MLP_PROBLEM,
+    SGD,
+    Groups,
+    Kind,
+    Problem,
+    Setup,
+    groups_of,
+    train,
+    with_ddp,
+    with_plain,
+    world_size,
+)
 from problems import copies, differing
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -27,7 +40,6 @@ from torch.nn.parallel import DistributedDataParallel
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 
 Options = dict[str, Any]
-Groups = Callable[[nn.Module], list[Any]]
 
 DROP_IN = ("drop-in", "drop-in views")
 MODULE = ("module", "module without overlap")
@@ -71,16 +83,9 @@ def fresh(kind: Kind) -> Kind:
 
 def unsharded(module: nn.Module, kind: Kind, groups: Groups = groups_of, **ddp: Any) -> Setup:
     """DDP and the optimizer; without a process group, the optimizer."""
-    if not dist.is_initialized():
-        setup = with_plain(module, kind)
-        setup.no_sync = contextlib.nullcontext
-    else:
-        model = in_ddp(module, **ddp)
-        clip = lambda *a, **k: nn.utils.clip_grad_norm_(module.parameters(), *a, **k)  # noqa: E731
-        setup = Setup(model, module, None, model.no_sync, clip)
-    kind = fresh(kind)
-    setup.opt = kind[0](groups(module), **kind[1])
-    return setup
+    if dist.is_initialized():
+        return with_ddp(module, fresh(kind), groups, **ddp)
+    return with_plain(module, fresh(kind), groups)
 
 
 def sharded(
@@ -98,9 +103,7 @@ def sharded(
         if group := ddp.get("process_group"):
             zero["process_group"] = group
             ddp["state"] = lambda: group
-        setup = overlapping(mode, module, kind, groups, zero=zero, **ddp)
-        setup.clip = setup.opt.clip_grad_norm_
-        return setup
+        return overlapping(mode, module, kind, groups, zero=zero, **ddp)
     opt: Any
     if mode in MODULE:
         zero |= {key: ddp[key] for key in ("broadcast_buffers", "process_group") if key in ddp}

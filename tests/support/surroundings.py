@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import tempfile
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+import mixtures
 import torch
 from models import (
     ADAMW,
@@ -20,19 +18,17 @@ from models import (
     Problem,
     Setup,
     consolidated,
-    from_rank,
     noise,
     rank,
     train,
     world_size,
 )
+from problems import OneByOne
 from scenarios import ALL, APART, New, renew, scenario, trained
 from torch import Tensor, nn, optim
 from torch.amp import GradScaler
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
-
-from shardstep import ZeroRedundancyOptimizer, checkpoint
 
 BRANCHING = PROBLEMS["branching"]
 FEW = Problem(lambda: MLP(32, 2), MLP_PROBLEM.loss)
@@ -77,11 +73,13 @@ SCHEDULERS: dict[str, Scheduler] = {
 TENSOR_LR: Kind = (optim.Adam, {"lr": torch.tensor(0.01)})
 
 
-def _scheduled(new: New, names: Iterable[str]) -> list[Tensor]:
+@scenario(FEW, many=True, kinds=[SGD, ADAMW, TENSOR_LR], groups=several_groups, slow=True)
+def every_scheduler(new: New) -> list[Tensor]:
+    assert set(lr_scheduler.__all__) - {"LRScheduler"} <= SCHEDULERS.keys()
     seen = []
-    for name in names:
+    for name, make in SCHEDULERS.items():
         setup = new()
-        scheduler = SCHEDULERS[name](setup.opt)
+        scheduler = make(setup.opt)
         for step in range(8):
             setup.backward(step)
             setup.opt.step()
@@ -91,17 +89,6 @@ def _scheduled(new: New, names: Iterable[str]) -> list[Tensor]:
             seen += [torch.tensor(group.get("momentum", 0)) for group in setup.opt.param_groups]
         seen += setup.params
     return seen
-
-
-@scenario(FEW, many=True, kinds=[SGD, ADAMW, TENSOR_LR], groups=several_groups, slow=True)
-def schedulers(new: New) -> list[Tensor]:
-    return _scheduled(new, ("LambdaLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"))
-
-
-@scenario(FEW, many=True, kinds=[SGD, ADAMW, TENSOR_LR], groups=several_groups, slow=True)
-def every_scheduler(new: New) -> list[Tensor]:
-    assert set(lr_scheduler.__all__) - {"LRScheduler"} <= SCHEDULERS.keys()
-    return _scheduled(new, SCHEDULERS)
 
 
 @scenario(kinds=[(optim.SGD, {"lr": torch.tensor(0.1)})], groups=several_groups)
@@ -116,22 +103,12 @@ def write_options_by_hand(setup: Setup) -> None:
         setup.finish()
 
 
-class TrustRatio(Optimizer):
+class TrustRatio(OneByOne):
     """A class from elsewhere: needs whole tensors, and assigns to `data`."""
 
-    def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                mean = self.state[param].setdefault("mean", torch.zeros_like(param))
-                mean.lerp_(param.grad, 1 - group["beta"])
-                ratio = param.norm().clamp(0.1, 10) / mean.norm().clamp_min(1e-3)
-                param.data = param.data - group["lr"] * ratio * mean
+    def update(self, p: Any, state: Any, lr: float) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+        p.data = p.data - lr * p.norm().clamp(0.1, 10) / mean.norm().clamp_min(1e-3) * mean
 
 
 class Matrices(nn.Module):
@@ -158,7 +135,7 @@ CLASSES: list[Kind] = [
 ]
 WHOLE: list[Kind] = [
     (optim.Adafactor, {"lr": 0.01}),
-    (TrustRatio, {}),
+    (TrustRatio, {"lr": 0.01}),
     (optim.Muon, {"lr": 0.01}),
 ]
 
@@ -171,19 +148,16 @@ def every_kind_of_optimizer(new: New) -> list[Tensor]:
 class ClearsToNone(optim.SGD):
     """Clears its gradients at the end of a step, so that the loop need not."""
 
-    def step(self, closure: Any = None) -> Any:
-        result = super().step(closure)
-        self.zero_grad()
-        return result
-
-
-class ClearsToZero(optim.SGD):
-    """Does the same in place."""
+    to_none = True
 
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
-        self.zero_grad(set_to_none=False)
+        self.zero_grad(self.to_none)
         return result
+
+
+class ClearsToZero(ClearsToNone):
+    to_none = False
 
 
 @scenario(many=True, slow=True)
@@ -201,6 +175,20 @@ def a_class_that_clears_its_gradients(new: New) -> list[Tensor]:
 @scenario(MATRICES, many=True, kinds=[SGD], layout="auto", slow=True)
 def every_kind_of_optimizer_that_needs_whole_tensors(new: New) -> list[Tensor]:
     return [tensor for kind in WHOLE for tensor in trained(new, MATRICES, kind=kind)]
+
+
+MIXED: Kind = (optim.AdamW, mixtures.ADAMW)
+
+
+@scenario(
+    PROBLEMS["gpt"],
+    kinds=[MIXED],
+    groups=lambda module: mixtures.mixed(module, **mixtures.MUON),
+    layout="auto",
+    ranks=(0, 1, 2),  # Muon makes much of what rounding there is
+)
+def muon_and_adamw_in_one(setup: Setup) -> list[Tensor]:
+    return train(setup, PROBLEMS["gpt"], range(4))
 
 
 # ------------------------------------------------------------------- parameters that are written
@@ -270,23 +258,6 @@ def read_parameters_in_the_loss(setup: Setup) -> None:
         setup.finish()
 
 
-@scenario()
-def read_parameters_right_after_backward_and_step(setup: Setup) -> list[Tensor]:
-    seen: list[Tensor] = []
-    for step in range(4):
-        setup.backward(step)
-        setup.opt.step()
-        if step == 0:
-            seen += setup.model.state_dict().values()  # type: ignore[attr-defined]
-        elif step == 1:
-            seen += setup.module.state_dict().values()
-        elif step == 2:
-            seen += copy.deepcopy(setup.module).parameters()
-        seen = [*seen, *setup.params]
-        setup.opt.zero_grad()
-    return [tensor.clone() for tensor in seen]
-
-
 SGD_ALONE: Kind = (optim.SGD, {"lr": 0.05})
 ANY_DTYPE = Problem(
     MLP,
@@ -324,20 +295,6 @@ def load_a_state_dict_into_another_optimizer(new: New) -> list[Tensor]:
     first.opt.zero_grad()
     losses = train(second, MLP_PROBLEM, range(3, 6)) + train(first, MLP_PROBLEM, range(3, 6))
     return [*losses, *second.params, *first.params]
-
-
-@scenario(many=True)
-def save_a_checkpoint_and_load_it(new: New) -> list[Tensor]:
-    first, second = new(), new()
-    losses = train(first, MLP_PROBLEM, range(3))
-    if isinstance(first.opt, ZeroRedundancyOptimizer):
-        folder = from_rank(world_size() - 1, tempfile.mkdtemp(prefix="scenario-"))
-        checkpoint.save(Path(folder) / "saved", first.opt, first.module)
-        checkpoint.load(Path(folder) / "saved", second.opt, second.module)
-    else:
-        second.opt.load_state_dict(first.opt.state_dict())
-        second.module.load_state_dict(first.module.state_dict())
-    return [*losses, *train(second, MLP_PROBLEM, range(3, 6)), *second.params]
 
 
 # --------------------------------------------------------------------------- clipping and scaling

@@ -48,9 +48,57 @@ def joined(
 RANKS = (2, 3)
 
 
-@scenario(ranks=RANKS)
-def uneven_inputs(setup: Setup) -> None:
-    joined(setup, 2 + 2 * rank())
+def uneven(
+    name: str,
+    how: Callable[[Setup], dict[str, Any]] = lambda setup: {},
+    problem: Problem = MLP_PROBLEM,
+    **options: Any,
+) -> None:
+    """Add a scenario in which the first rank has fewest batches, with these options of `joined`."""
+
+    def loop(setup: Setup) -> None:
+        joined(setup, 2 + 2 * rank(), problem, **how(setup))
+
+    loop.__name__ = name
+    scenario(problem, ranks=RANKS, **options)(loop)
+
+
+ADAFACTOR = (optim.Adafactor, {"lr": 0.01})
+CONV = PROBLEMS["conv"]
+LEFT = {"divide_by_initial_world_size": False}
+uneven("uneven_inputs")
+uneven("uneven_inputs_of_adafactor", kinds=[ADAFACTOR], layout="whole")
+uneven(
+    # A rank without data runs no scheduler; its shard follows the learning rate of the others.
+    "uneven_inputs_and_a_scheduler",
+    lambda setup: {"after_step": lr_scheduler.ExponentialLR(setup.opt, gamma=0.5).step},
+)
+uneven("uneven_inputs_with_no_sync", lambda _: {"accumulate": True}, modes=(*MODULE, *WAYS))
+uneven(
+    "uneven_inputs_zeroed_in_place",
+    lambda setup: {"clear": lambda: setup.opt.zero_grad(set_to_none=False)},
+    modes=APART,
+)
+uneven(
+    "uneven_inputs_and_clip",
+    lambda setup: {"before_step": lambda: setup.clip(0.05)},
+    modes=APART,
+    close=APART,
+    kinds=[SGD],
+)
+uneven("uneven_inputs_of_a_model_with_buffers", problem=CONV, modes=(*DROP_IN, *WAYS))
+uneven("uneven_inputs_and_a_static_graph", static_graph=True)
+uneven(
+    "uneven_inputs_divided_by_those_that_are_left",
+    lambda _: LEFT,
+    modes=(*DROP_IN, "register"),
+)
+uneven(
+    "uneven_inputs_divided_by_a_hook",
+    lambda _: LEFT,
+    modes=tuple(HOOKS),
+    comm_hook=allreduce_hook,
+)
 
 
 @scenario(ranks=RANKS)
@@ -69,38 +117,6 @@ def uneven_inputs_in_every_epoch(setup: Setup) -> None:
     joined(setup, 2)
     joined(setup, 2, enable=False)
     train(setup, MLP_PROBLEM, range(3, 5))
-
-
-@scenario(ranks=RANKS, kinds=[(optim.Adafactor, {"lr": 0.01})], layout="whole")
-def uneven_inputs_of_adafactor(setup: Setup) -> None:
-    joined(setup, 2 + 2 * rank())
-
-
-@scenario(ranks=RANKS)
-def uneven_inputs_and_a_scheduler(setup: Setup) -> None:
-    """A rank without data runs no scheduler; its shard follows the learning rate of the others."""
-    scheduler = lr_scheduler.ExponentialLR(setup.opt, gamma=0.5)
-    joined(setup, 2 + 2 * rank(), after_step=scheduler.step)
-
-
-@scenario(ranks=RANKS, modes=(*MODULE, *WAYS))
-def uneven_inputs_with_no_sync(setup: Setup) -> None:
-    joined(setup, 2 + 2 * rank(), accumulate=True)
-
-
-@scenario(ranks=RANKS, modes=APART)
-def uneven_inputs_zeroed_in_place(setup: Setup) -> None:
-    joined(setup, 2 + 2 * rank(), clear=lambda: setup.opt.zero_grad(set_to_none=False))
-
-
-@scenario(ranks=RANKS, modes=APART, close=APART, kinds=[SGD])
-def uneven_inputs_and_clip(setup: Setup) -> None:
-    joined(setup, 2 + 2 * rank(), before_step=lambda: setup.clip(0.05))
-
-
-@scenario(PROBLEMS["conv"], ranks=RANKS, modes=(*DROP_IN, *WAYS))
-def uneven_inputs_of_a_model_with_buffers(setup: Setup) -> None:
-    joined(setup, 2 + 2 * rank(), PROBLEMS["conv"])
 
 
 @scenario(PROBLEMS["conv"], ranks=RANKS, modes=MODULE, many=True)
@@ -125,21 +141,6 @@ def uneven_inputs_and_a_scaler(setup: Setup) -> list[Tensor]:
             scaler.update()
             setup.opt.zero_grad()
     return []
-
-
-@scenario(ranks=RANKS, static_graph=True)
-def uneven_inputs_and_a_static_graph(setup: Setup) -> None:
-    joined(setup, 2 + 2 * rank())
-
-
-@scenario(ranks=RANKS, modes=(*DROP_IN, "register"))
-def uneven_inputs_divided_by_those_that_are_left(setup: Setup) -> None:
-    joined(setup, 2 + 2 * rank(), divide_by_initial_world_size=False)
-
-
-@scenario(ranks=RANKS, modes=tuple(HOOKS), comm_hook=allreduce_hook)
-def uneven_inputs_divided_by_a_hook(setup: Setup) -> None:
-    joined(setup, 2 + 2 * rank(), divide_by_initial_world_size=False)
 
 
 def _joined(new: New) -> list[Tensor]:

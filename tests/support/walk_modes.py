@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_ways import HOOKS, WAYS, in_ddp, overlapping, set_up
-from ddp_ways import expected as under_ddp
-from models import PROBLEMS, world_size
+from ddp_ways import HOOKS, WAYS, overlapping, set_up
+from models import PROBLEMS, in_ddp, with_ddp, world_size
 from problems import ELEMENT_WISE, Case
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -244,7 +243,7 @@ class WithDDP(Walk):
         comm_hook: Any = allreduce_hook if way in HOOKS else None
         if way == "register" and world_size() > 2:
             comm_hook = _add_in_rank_order
-        self._setups = [under_ddp(copy.deepcopy(module), comm_hook=comm_hook, **ddp)]
+        self._setups = [with_ddp(copy.deepcopy(module), comm_hook=comm_hook, **ddp)]
         pair = (self.case.optimizer_class, self.case.fresh_options())
         if self._inside:
             self._setups.append(overlapping(way, module, pair, self.grouped, zero=zero, **ddp))

@@ -303,7 +303,10 @@ class WithModule(Walk):
         self.send()
         for name, expected, got in self.pairs():
             if got.requires_grad:
-                self.compare(f"gradient of {name}", expected.grad, self.sharded.full_grad(got))
+                grad = self.sharded.full_grad(got)
+                self.compare(f"gradient of {name}", expected.grad, grad)
+                if grad is not None:
+                    grad.zero_()  # it is the caller's
 
     # ---------------------------------------------------------------------------------- changes
 

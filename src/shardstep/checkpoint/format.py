@@ -31,7 +31,7 @@ from shardstep.checkpoint.files import (
 )
 from shardstep.checkpoint.safetensors import MAX_HEADER_NBYTES
 from shardstep.plan import Box, overlap
-from shardstep.state.tree import Leaf, Node, dtype_named, is_counts, is_sizes, leaves, name_of
+from shardstep.state.tree import Form, Leaf, Node, dtype_named, is_counts, is_sizes, leaves, name_of
 
 K = TypeVar("K")
 
@@ -50,17 +50,10 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Form):
     """A tensor in files."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass
@@ -92,18 +85,33 @@ class SavedParam:
     state: Tree | None
 
     @property
+    def leaves(self) -> list[Leaf]:
+        """The tensors of the state, in order."""
+        return self.state.leaves if self.state is not None else []
+
+    @property
     def per_element(self) -> list[bool]:
         """For each tensor of the state, True if it has the parameter's shape."""
-        found = self.state.leaves if self.state is not None else []
-        return [leaf.shape == self.shape for leaf in found]
+        return [leaf.shape == self.shape for leaf in self.leaves]
+
+    @property
+    def entries(self) -> list[Node]:
+        """The entries of the state, without the master."""
+        items = self.state.node[1] if self.state is not None else []
+        return [item for key, item in items if key != MASTER]
+
+    @property
+    def master(self) -> Stored | None:
+        """The file entry of the master, if there is one."""
+        has_master = self.state is not None and len(self.entries) < len(self.state.node[1])
+        return self.state.stored.get(0) if self.state is not None and has_master else None
 
     @property
     def master_fits(self) -> bool:
-        """False if the state has a master that is not its first entry, or does not fit."""
-        entries = self.state.node[1] if self.state is not None else []
-        if all(key != MASTER for key, _ in entries):
+        """False if there is a master that is not the first entry, or does not fit."""
+        if self.state is None or len(self.entries) == len(self.state.node[1]):
             return True
-        key, item = entries[0]
+        key, item = self.state.node[1][0]
         first = key == MASTER and item[0] == "tensor" and self.per_element[0]
         return first and dtype_named(item[1]).is_floating_point
 
@@ -180,13 +188,6 @@ def split_masters(states: Mapping[K, Any]) -> tuple[dict[K, Any], dict[K, torch.
     return {key: state for key, state in alone.items() if state or key not in masters}, masters
 
 
-def master_of(state: Tree | None) -> Stored | None:
-    """Return where a parameter's master is stored, if it has one."""
-    if state is None or not state.node[1] or state.node[1][0][0] != MASTER:
-        return None
-    return state.stored.get(0)
-
-
 def master_in_file(node: Node) -> Node:
     """Return a parameter's state whose master is not in the text, however small it is.
 
@@ -196,11 +197,6 @@ def master_in_file(node: Node) -> Node:
         return node
     (key, master), *entries = node[1]
     return ["dict", [[key, [*master[:-1], None]], *entries]]
-
-
-def own_entries(node: Node) -> list[Node]:
-    """Return the entries of a parameter's state without its master."""
-    return [item for key, item in node[1] if key != MASTER]
 
 
 _KEYS = {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shardstep.comm import Comm, connect
+from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.names import names_in, strip_wrapper_prefixes, unwrapped, unwrapped_name
 
 if TYPE_CHECKING:
@@ -27,17 +28,18 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def comm_of(optimizer: ZeroRedundancyOptimizer | None) -> Comm:
-    """Return the ranks that save or load together."""
+def optimizer_and_comm(given: Any) -> tuple[ZeroRedundancyOptimizer | None, Comm]:
+    """Return the optimizer without wrappers, and the ranks that save or load together."""
     from shardstep.optimizer import ZeroRedundancyOptimizer
 
+    optimizer = unwrapped_optimizer(given)
     if optimizer is not None and not isinstance(optimizer, ZeroRedundancyOptimizer):
         raise TypeError(
             "optimizer must be a ZeroRedundancyOptimizer of this library, not "
             f"{type(optimizer).__name__}; the state dict of another one becomes a checkpoint with "
             "checkpoint.import_state_dict"
         )
-    return optimizer.shards.comm if optimizer is not None else connect(None)
+    return optimizer, connect(None) if optimizer is None else optimizer.shards.comm
 
 
 def check_model(model: object) -> None:
@@ -49,15 +51,15 @@ def check_model(model: object) -> None:
         )
 
 
-def named_params(
+def refuse_dtensor_params(
     optimizer: ZeroRedundancyOptimizer | None, model: torch.nn.Module | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of an optimizer and a model, with names for messages."""
+) -> None:
+    """Raise `TypeError` if a parameter of the optimizer or of the model is a DTensor."""
     if model is not None:
-        yield from unwrapped(model).named_parameters()
+        refuse_dtensors(unwrapped(model).named_parameters(), NO_OFFSETS)
     if optimizer is not None:
         names = (spec.name for spec in optimizer.plan.specs)
-        yield from zip(names, optimizer.shards.params, strict=True)
+        refuse_dtensors(zip(names, optimizer.shards.params, strict=True), NO_OFFSETS)
 
 
 def names_of(

@@ -22,17 +22,18 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.checkpoint.files import CheckpointError
-from shardstep.checkpoint.format import SavedOptimizer, SavedParam, Stored, master_of, split_masters
-from shardstep.checkpoint.inputs import check_model, comm_of, unwrapped_optimizer
+from shardstep.checkpoint.format import SavedOptimizer, SavedParam, Stored, split_masters
+from shardstep.checkpoint.inputs import check_model, optimizer_and_comm, split_state_dict
 from shardstep.checkpoint.match import Match
-from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.read import Checkpoint, saved_model, saved_optimizer
 from shardstep.comm import Comm, Operation, broadcast
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import CLASS_KEY, MultiClass, parts_of
 from shardstep.params.flat import flat, view_box
 from shardstep.params.groups import group_ranges
+from shardstep.params.names import unwrapped
 from shardstep.plan import Interval, ParamSpec, boxes
-from shardstep.state.torch_dict import finish_load, install, warn_of_missing_state
+from shardstep.state.torch_dict import Share, warn_of_missing_state
 from shardstep.state.tree import Leaf, wrappers
 
 if TYPE_CHECKING:
@@ -88,8 +89,7 @@ def load(
         CheckpointError: if the checkpoint is damaged or does not fit.
         TypeError: if `path`, `optimizer` or `model` is of another type.
     """
-    optimizer = unwrapped_optimizer(optimizer)
-    comm = comm_of(optimizer)
+    optimizer, comm = optimizer_and_comm(optimizer)
     what = f"loading {path}"
     if optimizer is not None:
         optimizer.shards.wait_for_params()
@@ -139,11 +139,14 @@ def _open_same(
 def _files_needed(match: Match) -> list[str]:
     """Return the files with tensors of the parts that are loaded."""
     contents = match.checkpoint.contents
-    if match.optimizer is None and not match.reads_masters:
+    if match.optimizer is None:
         contents = replace(contents, optimizer=None)
     if match.model is None:
         contents = replace(contents, model=None)
-    return sorted({chunk.file for _, stored in contents.tensors() for chunk in stored.chunks})
+    tensors = [stored for _, stored in contents.tensors()]
+    # Masters may be read for the model alone.
+    tensors += [weight.stored for weight in match.weights.values()]
+    return sorted({chunk.file for stored in tensors for chunk in stored.chunks})
 
 
 @dataclass(slots=True)
@@ -151,12 +154,7 @@ class _Loading:
     """A load on one rank: `read` changes nothing, `install` does when all ranks have read."""
 
     match: Match
-    states: dict[int, Any] = field(default_factory=dict)  # by parameter number, as masters
-    masters: dict[int, torch.Tensor] = field(default_factory=dict)
-    has_masters: bool = False  # on any rank
-    global_state: dict[str, Any] = field(default_factory=dict)
-    extra_entries: dict[str, Any] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    share: Share | None = None  # of the optimizer
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's share
     extra_state: dict[str, Any] = field(default_factory=dict)
     extra: Any = None
@@ -164,46 +162,53 @@ class _Loading:
     def read(self) -> None:
         """Read everything that this rank needs, and change nothing."""
         match, checkpoint = self.match, self.match.checkpoint
-        contents = checkpoint.contents
-        if match.optimizer is not None and contents.optimizer is not None:
-            self._read_optimizer(match.optimizer, contents.optimizer)
-        if match.model is not None and contents.model is not None:
-            for name, stored in match.own_weights().items():
-                if match.strict and name in match.alternatives:
-                    self._check_alternatives(name)
-                self.weights[name] = checkpoint.read_tensor(stored)
-            self.extra_state = checkpoint.read_value(contents.model.extra_state)
-        if contents.extra is not None:
-            self.extra = checkpoint.read_value(contents.extra)
+        if match.optimizer is not None:
+            self.share = self._read_optimizer(match.optimizer, saved_optimizer(checkpoint))
+        if match.model is not None:
+            for name, weight in match.weights_of(match.comm.group_rank).items():
+                if match.strict and len(weight.alternatives) > 1:
+                    self._check_alternatives(name, weight.alternatives)
+                self.weights[name] = checkpoint.read_tensor(weight.stored)
+            self.extra_state = checkpoint.read_value(saved_model(checkpoint).extra_state)
+        if checkpoint.contents.extra is not None:
+            self.extra = checkpoint.read_value(checkpoint.contents.extra)
 
-    def _read_optimizer(self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer) -> None:
+    def _read_optimizer(self, optimizer: ZeroRedundancyOptimizer, saved: SavedOptimizer) -> Share:
         match, shards = self.match, optimizer.shards
-        read_value = match.checkpoint.read_value
+        read_value, found = match.checkpoint.read_value, match.found
         specs, held = shards.plan.specs, shards.held
-        states = {
+        read = {
             index: self._read_state(
-                match.found[index], specs[index], held[index], shards.params[index].device
+                found[index], specs[index], held[index], shards.params[index].device
             )
-            for index in sorted(held.keys() & match.found.keys())
-            if match.found[index].state is not None
+            for index in sorted(held.keys() & found.keys())
+            if found[index].state is not None
         }
-        self.states, self.masters = split_masters(states)
+        states, masters = split_masters(read)
         wider = match.wider_weights()
-        found = [each.state for each in match.found.values() if master_of(each.state) is not None]
-        self.has_masters = bool(shards.widened) and bool(wider or found)
+        with_master = {index for index, each in found.items() if each.master is not None}
         for index, master in shards.masters().items():
-            if index not in self.masters and index in wider:
-                self.masters[index] = torch.empty_like(master)
-                self._read_shard(wider[index], specs[index], held[index], self.masters[index])
-            elif index not in match.found:
-                self.masters[index] = master.clone()
-        self.global_state = read_value(saved.global_state)
-        self.extra_entries = read_value(saved.extra_entries)
-        self.groups = [{} if tree is None else read_value(tree) for tree in match.options]
+            if index not in masters and index in wider:
+                masters[index] = torch.empty_like(master)
+                self._read_shard(wider[index], specs[index], held[index], masters[index])
+            elif index not in found:
+                masters[index] = master.clone()
+        # Parameters that are not in the checkpoint keep their state.
+        kept = {index for index in range(len(specs)) if index not in found}
+        return Share(
+            [{} if tree is None else read_value(tree) for tree in match.options],
+            states,
+            masters,
+            read_value(saved.global_state),
+            read_value(saved.extra_entries),
+            wide=range(len(specs)) if saved.rounding_step else kept | with_master,
+            stepped=saved.stepped or (shards.local.stepped and bool(kept)),
+            has_masters=bool(shards.widened) and bool(wider or with_master),
+            rounding_step=saved.rounding_step,
+        )
 
-    def _check_alternatives(self, name: str) -> None:
+    def _check_alternatives(self, name: str, alternatives: list[Stored]) -> None:
         """Raise if the checkpoint has different tensors for the names of one tensor here."""
-        alternatives = self.match.alternatives[name]
         # As bytes: NaN does not equal itself.
         read_tensor = self.match.checkpoint.read_tensor
         first, *others = (flat(read_tensor(each)).view(torch.uint8) for each in alternatives)
@@ -261,21 +266,21 @@ class _Loading:
             run_on_all_ranks(match.comm, what, partial(self._install_fallible, undo))
             undo.pop_all()
         self._install_weights()
-        saved = match.checkpoint.contents.optimizer
-        if match.optimizer is not None and saved is not None:
+        if match.optimizer is not None and self.share is not None:
             # After the weights: a master that does not round to its parameter is discarded.
-            shards, rounding_step = match.optimizer.shards, saved.rounding_step
-            keeps_state = shards.local.stepped and len(match.found) < len(shards.params)
-            stepped = saved.stepped or keeps_state
-            finish_load(shards, self.masters, stepped, self.has_masters, rounding_step)
+            self.share.finish(match.optimizer.shards)
 
     def _install_fallible(self, undo: ExitStack) -> None:
         """Install what runs the user's code, which may raise. Each step is preceded by its undo."""
         match = self.match
         try:
-            match.refresh_targets()
-            if match.optimizer is not None:
-                self._install_state(match.optimizer, undo)
+            if match.model is not None:
+                # Creating masters may have moved parameters.
+                targets = split_state_dict(unwrapped(match.model).state_dict()).tensors
+                for name, weight in match.weights.items():
+                    weight.target = targets[name]
+            if match.optimizer is not None and self.share is not None:
+                self._install_state(match.optimizer, self.share, undo)
             for name, (module, old) in match.extra_state.items():
                 # A module may return the object it keeps, and write to it in place.
                 undo.callback(_set_back, module, copy.deepcopy(old))
@@ -285,38 +290,32 @@ class _Loading:
                 f"{match.checkpoint.path}: {type(error).__name__} when it is loaded: {error}"
             ) from error
 
-    def _install_state(self, optimizer: ZeroRedundancyOptimizer, undo: ExitStack) -> None:
-        shards, found = optimizer.shards, self.match.found
-        local = shards.optim
+    def _install_state(
+        self, optimizer: ZeroRedundancyOptimizer, share: Share, undo: ExitStack
+    ) -> None:
+        shards, local = optimizer.shards, optimizer.shards.optim
         for each in dict.fromkeys((local, *parts_of(local))):
             undo.callback(_restore, each, dict(vars(each)), list(each.param_groups))
         shards.sync_options()
         mine = optimizer.param_groups
         groups = []
-        for group, params, options in zip(mine, group_ranges(mine), self.groups, strict=True):
-            if not isinstance(local, MultiClass):
-                options.pop(CLASS_KEY, None)
-            groups.append({**group, **options, "params": list(params)})
-        # Parameters that are not in the checkpoint keep their state.
-        kept = {
-            index: state for index, state in shards.local.states().items() if index not in found
-        }
-        held = shards.held
-        saved = self.match.checkpoint.contents.optimizer
-        rounded = saved is not None and saved.rounding_step > 0
-        wide = {i for i in held if rounded or i not in found or master_of(found[i].state)}
-        states = {**kept, **self.states}
-        install(shards, states, self.global_state, groups, self.extra_entries, wide)
+        for group, params, options in zip(mine, group_ranges(mine), share.groups, strict=True):
+            taken = {
+                k: v for k, v in options.items() if k != CLASS_KEY or isinstance(local, MultiClass)
+            }
+            groups.append({**group, **taken, "params": list(params)})
+        present = shards.local.states().items()
+        kept = {index: state for index, state in present if index not in self.match.found}
+        replace(share, groups=groups, states={**kept, **share.states}).install(shards)
 
     def _install_weights(self) -> None:
         """Copy the tensors that this rank has read, and broadcast them."""
         match = self.match
         with torch.no_grad():
             for name, value in self.weights.items():
-                match.targets[name].copy_(value)
+                match.weights[name].target.copy_(value)
             for rank in range(match.comm.world_size):
-                owned = [name for name in match.weights if match.owners[name] == rank]
-                share = [_physical(match.targets[name]) for name in owned]
+                share = [_physical(weight.target) for weight in match.weights_of(rank).values()]
                 broadcast(match.comm, share, rank, Operation.LOAD)
 
 

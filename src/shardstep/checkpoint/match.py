@@ -13,21 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardstep.checkpoint.files import require
-from shardstep.checkpoint.format import (
-    SavedModel,
-    SavedOptimizer,
-    SavedParam,
-    Stored,
-    Tree,
-    master_of,
-    own_entries,
+from shardstep.checkpoint.format import SavedModel, SavedOptimizer, SavedParam, Stored, Tree
+from shardstep.checkpoint.inputs import (
+    EXTRA_STATE,
+    names_of,
+    refuse_dtensor_params,
+    split_state_dict,
 )
-from shardstep.checkpoint.inputs import EXTRA_STATE, named_params, names_of, split_state_dict
-from shardstep.checkpoint.read import Checkpoint
+from shardstep.checkpoint.read import Checkpoint, saved_model, saved_optimizer
 from shardstep.checkpoint.write import assign_owners
 from shardstep.comm import Comm
 from shardstep.local.multi_class import saved_name
-from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.groups import group_ranges
 from shardstep.params.names import names_in, shorten_list, unwrapped, unwrapped_name
 from shardstep.state.tree import STATE_NBYTES, STATE_RATIO, memory_nbytes
@@ -40,6 +36,16 @@ MADE_UP = (
     "is made up by the model's state_dict(), so nothing can be written to it; load it with "
     "model.load_state_dict(checkpoint.weights(path))"
 )
+
+
+@dataclass(slots=True)
+class Weight:
+    """A tensor of the model, and the saved tensor for it, which one rank reads for all."""
+
+    target: torch.Tensor
+    stored: Stored
+    owner: int
+    alternatives: list[Stored]  # the saved tensors under all names of the target
 
 
 @dataclass(slots=True)
@@ -63,26 +69,17 @@ class Match:
     without_state: list[int] = field(default_factory=list)
     # The options of each group; None to keep the present ones.
     options: list[Tree | None] = field(default_factory=list)
-    # The model's tensors, the saved tensor for each, and all saved ones if it has several names.
-    targets: dict[str, torch.Tensor] = field(default_factory=dict)
-    weights: dict[str, Stored] = field(default_factory=dict)
-    alternatives: dict[str, list[Stored]] = field(default_factory=dict)
-    owners: dict[str, int] = field(default_factory=dict)  # the ranks that read `weights`
+    weights: dict[str, Weight] = field(default_factory=dict)
     # By saved name: the module that has this extra state, and the present value.
     extra_state: dict[str, tuple[torch.nn.Module, Any]] = field(default_factory=dict)
-    reads_masters: bool = False  # for some of `weights`
 
     def find(self) -> str:
         """Fill the fields. Return a digest of everything that is to be read."""
-        contents = self.checkpoint.contents
-        refuse_dtensors(named_params(self.optimizer, self.model), NO_OFFSETS)
-        for part, given in {"optimizer": self.optimizer, "model": self.model}.items():
-            saved = getattr(contents, part) is not None
-            self.require(given is None or saved, f"there is no {part} in it")
-        if self.optimizer is not None and contents.optimizer is not None:
-            self._match_optimizer(self.optimizer, contents.optimizer)
-        if self.model is not None and contents.model is not None:
-            self._match_model(unwrapped(self.model), contents.model)
+        refuse_dtensor_params(self.optimizer, self.model)
+        if self.optimizer is not None:
+            self._match_optimizer(self.optimizer, saved_optimizer(self.checkpoint))
+        if self.model is not None:
+            self._match_model(unwrapped(self.model), saved_model(self.checkpoint))
         self.require(
             not self.strict or not (self.missing or self.unexpected),
             f"{self.differences()}; pass names={{here: there}} for renamed parameters, or "
@@ -91,14 +88,12 @@ class Match:
         self._check_memory()
         found = [(index, param.name) for index, param in self.found.items()]
         # Tensors are broadcast in memory order, so strides must agree too.
-        forms = [(self.targets[name].dtype, self.targets[name].stride()) for name in self.weights]
+        weights = [
+            (name, each.stored, each.target.dtype, each.target.stride())
+            for name, each in self.weights.items()
+        ]
         parts = [self.optimizer is not None, self.model is not None, self.strict]
-        return hashlib.sha256(repr([parts, found, self.weights, forms]).encode()).hexdigest()
-
-    def refresh_targets(self) -> None:
-        """Look the model's tensors up again. Creating masters may have moved parameters."""
-        if self.model is not None:
-            self.targets = split_state_dict(unwrapped(self.model).state_dict()).tensors
+        return hashlib.sha256(repr([parts, found, weights]).encode()).hexdigest()
 
     def require(self, fits: bool, problem: str) -> None:
         """Raise `CheckpointError` unless the checkpoint fits."""
@@ -112,10 +107,9 @@ class Match:
         }
         return "; ".join(f"{what}: {shorten_list(names)}" for what, names in parts.items() if names)
 
-    def own_weights(self) -> dict[str, Stored]:
-        """Return the saved tensors of the model that this rank reads."""
-        rank = self.comm.group_rank
-        return {name: each for name, each in self.weights.items() if self.owners[name] == rank}
+    def weights_of(self, group_rank: int) -> dict[str, Weight]:
+        """Return the tensors of the model that a rank reads."""
+        return {name: each for name, each in self.weights.items() if each.owner == group_rank}
 
     def wider_weights(self) -> dict[int, Stored]:
         """Return the saved model tensors that are wider than their parameters, by number."""
@@ -125,7 +119,7 @@ class Match:
         names = names_in(unwrapped(self.model))
         params = self.optimizer.shards.params
         known = {i: unwrapped_name(names[id(p)]) for i, p in enumerate(params) if id(p) in names}
-        found = {i: self.weights[name] for i, name in known.items() if name in self.weights}
+        found = {i: self.weights[name].stored for i, name in known.items() if name in self.weights}
         specs = self.optimizer.plan.specs
         return {i: w for i, w in found.items() if w.dtype.itemsize > specs[i].dtype.itemsize}
 
@@ -145,11 +139,10 @@ class Match:
                 f"parameter {param.name!r} has shape {param.shape} there, but "
                 f"{specs[index].shape} here; {OTHER_MODEL}",
             )
-            node = ["dict", []] if param.state is None else param.state.node
-            empty = all(item == ["value", None] for item in own_entries(node))
+            empty = all(item == ["value", None] for item in param.entries)
             if specs[index].trainable and empty:
                 self.without_state.append(index)
-            for leaf in () if param.state is None else param.state.leaves:
+            for leaf in param.leaves:
                 self.require(
                     leaf.shape == param.shape or leaf.nbytes <= most,
                     f"state {leaf.path!r} of parameter {param.name!r} takes {leaf.nbytes:,} bytes, "
@@ -205,15 +198,15 @@ class Match:
         return chosen
 
     def _match_model(self, model: torch.nn.Module, saved: SavedModel) -> None:
-        self.targets, aliases, extra = split_state_dict(model.state_dict())
-        self.owners = assign_owners(self.targets, (), self.comm.world_size)
+        targets, aliases, extra = split_state_dict(model.state_dict())
+        owners = assign_owners(targets, (), self.comm.world_size)
         own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
         optimizer = self.checkpoint.contents.optimizer
         params = () if optimizer is None else optimizer.params
-        masters = {param.name: master_of(param.state) for param in params}
+        masters = {param.name: param.master for param in params}
         saved_names = saved.tensors.keys() | saved.aliases.keys()
         used: set[str] = set()
-        for name, target in self.targets.items():
+        for name, target in targets.items():
             # A tensor with several names may have been saved under any of them.
             known = [name, *(alias for alias, other in aliases.items() if other == name)]
             there = [self.names.get(each, each) for each in known]
@@ -223,19 +216,17 @@ class Match:
                 self.missing.append(f"model: {name}")
                 continue
             used.update(hits)
-            if len(hits) > 1:
-                self.alternatives[name] = [saved.tensors[each] for each in hits]
-            stored = saved.tensors[hits[0]]
+            alternatives = [saved.tensors[each] for each in hits]
+            stored = alternatives[0]
             if target.dtype.itemsize > stored.dtype.itemsize:
                 # The optimizer's names may lack what looks like DDP's prefix.
                 short = [each.removeprefix("module.") for each in there]
                 there += [each for each in short if each not in saved_names]
                 found = [master for each in there if (master := masters.get(each)) is not None]
                 found = [master for master in found if master.shape == stored.shape]
-                self.reads_masters |= bool(found)
                 stored = found[0] if found else stored
             self._check_target(name, target, stored, _storage(target) in own)
-            self.weights[name] = stored
+            self.weights[name] = Weight(target, stored, owners[name], alternatives)
         self.unexpected += [f"model: {name}" for name in saved.tensors if name not in used]
         self._match_extra_state(model, extra, saved)
 
@@ -276,9 +267,10 @@ class Match:
     def _check_memory(self) -> None:
         """Raise if this rank cannot hold what it would read."""
         contents = self.checkpoint.contents
-        nbytes = sum(stored.nbytes for stored in self.own_weights().values())
+        rank = self.comm.group_rank
+        nbytes = sum(weight.stored.nbytes for weight in self.weights_of(rank).values())
         trees = [contents.extra]
-        if self.optimizer is not None and contents.optimizer is not None:
+        if self.optimizer is not None:
             plan, params = self.optimizer.plan, self.optimizer.shards.params
             held = self.optimizer.shards.held
             for index in held.keys() & self.found.keys():
@@ -286,11 +278,11 @@ class Match:
                 if state is not None and params[index].device.type == "cpu":
                     share = held[index].numel / max(1, plan.specs[index].numel)
                     nbytes += int(share * state.nbytes)
-            trees += [contents.optimizer.global_state, *self.options]
+            trees += [saved_optimizer(self.checkpoint).global_state, *self.options]
         nbytes += sum(stored.nbytes for tree in trees if tree for stored in tree.stored.values())
         self.require(
             nbytes <= memory_nbytes(),
-            f"rank {self.comm.group_rank} would have to read {nbytes:,} bytes of it, and has "
+            f"rank {rank} would have to read {nbytes:,} bytes of it, and has "
             f"memory for {memory_nbytes():,}",
         )
 

@@ -35,7 +35,7 @@ from shardstep.checkpoint.format import (
 )
 from shardstep.checkpoint.safetensors import File, Streamed
 from shardstep.plan import Box, contiguous
-from shardstep.state.tree import Leaf, decode, memory_nbytes, wrap
+from shardstep.state.tree import Form, Leaf, decode, memory_nbytes, wrap
 
 MAX_OPEN = 128
 """Files open at a time: a process may open a thousand, and a checkpoint may have more."""
@@ -79,7 +79,8 @@ class Checkpoint:
         """Compare the headers of files with tensors, given with descriptions."""
         for what, stored in tensors:
             for chunk in stored.chunks:
-                self._file(chunk.file).check(chunk.key, stored.dtype, chunk.box.sizes, what)
+                form = Form(stored.dtype, chunk.box.sizes)
+                self._file(chunk.file).check(chunk.key, form, what)
 
     def read_box(self, stored: Stored, box: Box, target: torch.Tensor) -> None:
         """Copy a box of a tensor to `target`, of the box's shape and any dtype and device."""
@@ -87,7 +88,8 @@ class Checkpoint:
             common = chunk.box.intersect(box)
             if common is not None:
                 into, there = target[common.within(box).slices], common.within(chunk.box)
-                self._file(chunk.file).read(chunk.key, stored.dtype, chunk.box.sizes, there, into)
+                form = Form(stored.dtype, chunk.box.sizes)
+                self._file(chunk.file).read(chunk.key, form, there, into)
 
     def stream(self, stored: Stored, box: Box | None = None) -> Streamed:
         """Return a tensor, or a box of it, that is read when it is written elsewhere."""

@@ -20,7 +20,7 @@ from shardstep.checkpoint.files import (
     require,
     status_of,
 )
-from shardstep.checkpoint.inputs import comm_of
+from shardstep.checkpoint.inputs import optimizer_and_comm
 from shardstep.checkpoint.load import Loaded, load
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.staging import DAMAGED, find_checkpoints
@@ -71,7 +71,7 @@ def resume(
         CheckpointError: if there are checkpoints and all are damaged, if `parent` is itself a
             checkpoint, or if the one that was chosen does not fit the optimizer or the model.
     """
-    comm = comm_of(optimizer)
+    optimizer, comm = optimizer_and_comm(optimizer)
     what = f"resuming from {parent}"
     share = slice(comm.group_rank, None, comm.world_size)
     damaged: dict[Path, Problem] = {}  # on rank 0

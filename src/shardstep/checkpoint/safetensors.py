@@ -34,7 +34,7 @@ from shardstep.checkpoint.files import (
 )
 from shardstep.params.flat import flat
 from shardstep.plan import Box, Interval, boxes, contiguous
-from shardstep.state.tree import is_counts, is_sizes
+from shardstep.state.tree import Form, is_counts, is_sizes
 
 CHUNK_NBYTES = 16 * 2**20
 MAX_HEADER_NBYTES = 100 * 2**20
@@ -61,17 +61,10 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
+class Streamed(Form):
     """A tensor that is not in memory: the writer reads a box of it into a buffer and writes it."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     read: Callable[[Box, torch.Tensor], None]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 Source = torch.Tensor | Streamed
@@ -79,15 +72,23 @@ Source = torch.Tensor | Streamed
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor. The caller keeps the tensor alive."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    """Return the memory of a contiguous CPU tensor, which keeps the tensor alive."""
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    # After Ctrl-C, a thread may still digest it.
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
-def form_of(dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return dtype and shape in a file's header: bytes if the format does not know the dtype."""
-    if dtype in _NAMES:
-        return dtype, tuple(shape)
-    return torch.uint8, (math.prod(shape) * dtype.itemsize,)
+def has_name(dtype: torch.dtype) -> bool:
+    """Return True if the format knows the dtype. Tensors of others are written as bytes."""
+    return dtype in _NAMES
+
+
+def _in_file(tensor: Source | Form) -> Form:
+    """Return dtype and shape of a tensor as they stand in a file's header."""
+    if has_name(tensor.dtype):
+        return Form(tensor.dtype, tuple(tensor.shape))
+    return Form(torch.uint8, (tensor.nbytes,))
 
 
 def write(
@@ -105,10 +106,10 @@ def write(
     end = 0
     for name in order:
         tensor = tensors[name]
-        dtype, shape = form_of(tensor.dtype, tensor.shape)
+        form = _in_file(tensor)
         header[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": list(shape),
+            "dtype": _NAMES[form.dtype],
+            "shape": list(form.shape),
             "data_offsets": [end, end + tensor.nbytes],
         }
         end += tensor.nbytes
@@ -143,7 +144,7 @@ def _write_and_digest(file: FileIO, data: memoryview, update: Callable[[memoryvi
         while written < len(data):
             written += file.write(data[written:])
     finally:
-        # Even on an error: the caller frees the memory.
+        # Even on an error: the caller may write to the memory.
         if hasher.ident is not None:
             hasher.join()
 
@@ -168,13 +169,10 @@ def _chunks(source: Source) -> Iterator[torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Form):
     """Form and place of one tensor in a file."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     start: int
-    nbytes: int
 
 
 class File:
@@ -224,33 +222,30 @@ class File:
             ) from error
         possible = is_sizes(shape) and is_counts([start, stop])
         self._require(possible, f"tensor {name!r} has impossible sizes")
-        fits = math.prod(shape) * dtype.itemsize == stop - start
+        entry = Entry(dtype, tuple(shape), base + start)
+        fits = entry.nbytes == stop - start
         self._require(fits, f"tensor {name!r} does not take the bytes that its shape needs")
-        return Entry(dtype, tuple(shape), base + start, stop - start)
+        return entry
 
     def _require(self, holds: bool, problem: str) -> None:
         require(holds, f"{self._path}: {problem}; the file is damaged or not safetensors")
 
-    def check(
-        self, name: str, dtype: torch.dtype, shape: Sequence[int], what: str = "a tensor"
-    ) -> Entry:
+    def check(self, name: str, form: Form, what: str = "a tensor") -> Entry:
         """Return the entry of a chunk of `what`, or raise if the file has none of this form."""
         entry = self.entries.get(name)
-        if entry is None or (entry.dtype, entry.shape) != form_of(dtype, shape):
+        if entry is None or Form(entry.dtype, entry.shape) != _in_file(form):
             there = f"{entry.dtype} of shape {entry.shape} there" if entry else "missing"
             raise CheckpointError(
-                f"{self._path}: chunk {name!r} of {what} is {there}, but should be {dtype} of "
-                f"shape {tuple(shape)}; the file belongs to another checkpoint"
+                f"{self._path}: chunk {name!r} of {what} is {there}, but should be {form.dtype} of "
+                f"shape {form.shape}; the file belongs to another checkpoint"
             )
         return entry
 
-    def read(
-        self, name: str, dtype: torch.dtype, shape: Sequence[int], part: Box, target: torch.Tensor
-    ) -> None:
+    def read(self, name: str, form: Form, part: Box, target: torch.Tensor) -> None:
         """Copy a part of a tensor into `target`, one bounded chunk at a time."""
-        entry = self.check(name, dtype, shape)
+        start = self.check(name, form).start
         if part.numel:
-            self._read_rows(entry.start, dtype, tuple(shape), part, target)
+            self._read_rows(start, form.dtype, form.shape, part, target)
 
     def _read_rows(
         self, start: int, dtype: torch.dtype, shape: Sequence[int], part: Box, target: torch.Tensor

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
-from shardstep.checkpoint.inputs import comm_of, unwrapped_optimizer
-from shardstep.checkpoint.safetensors import Source
+from shardstep.checkpoint.inputs import optimizer_and_comm
 from shardstep.checkpoint.staging import unwatch_sigterm, watch_sigterm
 from shardstep.checkpoint.write import SaveJob, plan_save, write_checkpoint
 from shardstep.comm import Comm
@@ -138,9 +138,8 @@ class AsyncSaveState:
 
     def copy(self, job: SaveJob) -> SaveJob:
         """Return the job with copies of its tensors, in memory that the next save reuses."""
-        sources = [source for file in job.files.values() for source in file.values()]
-        sizes = [-(-each.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for each in sources]
-        tensors = [each for each in sources if isinstance(each, torch.Tensor)]
+        tensors = tree_leaves(job.files)  # a save streams nothing
+        sizes = [-(-each.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for each in tensors]
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         if self._memory is None or self._memory.numel() < sum(sizes):
             self._memory = None  # free the old one first
@@ -149,15 +148,11 @@ class AsyncSaveState:
             )
         places = iter(torch.split(self._memory[: sum(sizes)], sizes))
 
-        def copied(source: Source) -> Source:
-            assert isinstance(source, torch.Tensor)  # a save streams nothing
-            place = next(places)[: source.nbytes].view(source.dtype).view(source.shape)
-            return place.copy_(source.detach(), non_blocking=True)
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            place = next(places)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            return place.copy_(tensor.detach(), non_blocking=True)
 
-        files = {
-            name: {key: copied(source) for key, source in file.items()}
-            for name, file in job.files.items()
-        }
+        files = tree_map(copied, job.files)
         for device in devices:
             torch.get_device_module(device).current_stream(device).synchronize()
         return replace(job, files=files)
@@ -171,12 +166,12 @@ def _begin(
     path: Any, optimizer: Any, model: torch.nn.Module | None, extra: Any, keep: int | None
 ) -> tuple[Comm, AsyncSaveState, SaveJob]:
     """Wait for the running save, and plan the next one. Called on every rank."""
-    optimizer = unwrapped_optimizer(optimizer)
-    comm, state = comm_of(optimizer), _state_without_optimizer
+    optimizer, comm = optimizer_and_comm(optimizer)
+    state = _state_without_optimizer
     if optimizer is not None:
         state = _states.setdefault(optimizer, AsyncSaveState())
     state.finish_running(comm)
-    return comm, state, plan_save(path, optimizer, model, extra, keep)
+    return comm, state, plan_save(comm, path, optimizer, model, extra, keep)
 
 
 def save(

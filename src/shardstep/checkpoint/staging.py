@@ -216,15 +216,14 @@ def leftovers(parent: Path) -> list[tuple[Path, bool]]:
 
 def _hidden(parent: Path) -> Iterator[Path]:
     """Yield the folders in `parent` that saves and removals work in."""
-    for folder in map(Path, _entries(parent) or ()):
-        if not _HIDDEN.fullmatch(folder.name) or folder.is_symlink():
-            continue
-        # A folder that is not ours holds other files, or is unreadable. Ours may be gone by now.
-        within = _entries(folder)
-        if within is not None and all(
-            FILE_NAME.fullmatch(entry.name) or entry.name == EXPORT for entry in within
-        ):
-            yield folder
+    with contextlib.suppress(OSError):
+        for folder in parent.iterdir():
+            if _HIDDEN.fullmatch(folder.name) and not folder.is_symlink():
+                # A folder that is not ours holds other files, or is unreadable. Ours may be gone.
+                with contextlib.suppress(OSError):
+                    within = os.listdir(folder)
+                    if all(FILE_NAME.fullmatch(name) or name == EXPORT for name in within):
+                        yield folder
 
 
 def keep_last(others: Mapping[Path, Manifest], count: int) -> None:
@@ -277,12 +276,3 @@ def check_lengths(path: Path, manifest: Manifest) -> None:
     files = manifest.files.items()
     wrong = sorted(name for name, each in files if length_of(path / name) != each.nbytes)
     require(not wrong, f"{path}: missing or of another length: {', '.join(wrong)}")
-
-
-def _entries(folder: Path) -> list[os.DirEntry[str]] | None:
-    """Return the entries of a folder; None if it cannot be listed."""
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError:
-        return None

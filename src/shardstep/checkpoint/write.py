@@ -27,12 +27,10 @@ from shardstep.checkpoint.files import (
     Progress,
     Stages,
     no_progress,
-    require,
     write_text,
 )
 from shardstep.checkpoint.format import (
     CONTENTS,
-    NO_MASTER,
     Chunk,
     Contents,
     SavedModel,
@@ -47,23 +45,21 @@ from shardstep.checkpoint.format import (
 from shardstep.checkpoint.inputs import (
     ModelState,
     check_model,
-    comm_of,
-    named_params,
     names_of,
+    refuse_dtensor_params,
     split_state_dict,
 )
 from shardstep.checkpoint.safetensors import Source, write
 from shardstep.checkpoint.staging import Staging, keep_last
 from shardstep.comm import Comm, SoloComm
 from shardstep.comm.consensus import run_on_all_ranks
-from shardstep.local.multi_class import extras, saved_name
-from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
+from shardstep.local.multi_class import PER_PARAMETER, extras, saved_name
 from shardstep.params.flat import view_box
 from shardstep.params.groups import group_ranges
 from shardstep.params.names import unwrapped, unwrapped_name
 from shardstep.plan import Box, ShardPlan, boxes
-from shardstep.state.exchange import survey
-from shardstep.state.tree import Node, encode, leaves
+from shardstep.state.exchange import Survey, survey
+from shardstep.state.tree import encode
 
 if TYPE_CHECKING:
     from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -83,6 +79,7 @@ class SaveJob:
 
 
 def plan_save(
+    comm: Comm,
     path: str | os.PathLike[str],
     optimizer: ZeroRedundancyOptimizer | None,
     model: torch.nn.Module | None,
@@ -90,7 +87,6 @@ def plan_save(
     keep: int | None,
 ) -> SaveJob:
     """Assign everything to files. Called on every rank."""
-    comm = comm_of(optimizer)
 
     def check() -> str:
         if keep is not None and keep < 1:
@@ -98,7 +94,7 @@ def plan_save(
         if optimizer is None and model is None and extra is None:
             raise ValueError("there is nothing to save: give an optimizer, a model or extra")
         check_model(model)
-        refuse_dtensors(named_params(optimizer, model), NO_OFFSETS)
+        refuse_dtensor_params(optimizer, model)
         with_optimizer = " with an optimizer" if optimizer is not None else ""
         with_model = " with a model" if model is not None else ""
         return f"{Path(path).absolute()}{with_optimizer}{with_model}"
@@ -108,20 +104,28 @@ def plan_save(
         shown = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(given))
         raise ValueError(f"all ranks have to save the same to one path, but were given {shown}")
     files = FileLayout(comm.world_size, {comm.group_rank})
-    add_optimizer = None if optimizer is None else _OptimizerWriter(files, optimizer, model)
+    kept: Survey = {}, {}
+    if optimizer is not None:
+        shards = optimizer.shards
+        shards.wait_for_params()
+        own = attach_masters(shards.local.states(), shards.masters())
+        kept = survey(comm, shards.plan, own)
+
     texts: dict[str, str] = {}
 
     def describe() -> str:
-        saved_optimizer = None if add_optimizer is None else add_optimizer()
-        saved_model = None if model is None else _add_model(files, unwrapped(model))
-        saved_extra = None if extra is None else files.add_value("extra", extra)
-        contents = Contents(saved_optimizer, saved_model, saved_extra, made_by(comm.world_size))
+        contents = Contents(
+            None if optimizer is None else _add_optimizer(files, optimizer, model, kept),
+            None if model is None else _add_model(files, unwrapped(model)),
+            None if extra is None else files.add_value("extra", extra),
+            made_by(comm.world_size),
+        )
         if comm.group_rank == 0:
             texts.update(json_files(contents))
         # Rank 0 describes the files of all ranks, so these must agree on places.
-        params = () if saved_optimizer is None else saved_optimizer.params
+        params = () if contents.optimizer is None else contents.optimizer.params
         states = [param.state and param.state.stored for param in params]
-        tensors = saved_model and (saved_model.tensors, saved_model.aliases)
+        tensors = contents.model and (contents.model.tensors, contents.model.aliases)
         return hashlib.sha256(repr([states, tensors]).encode()).hexdigest()
 
     if len(set(run_on_all_ranks(comm, "saving a checkpoint", describe))) > 1:
@@ -132,86 +136,47 @@ def plan_save(
     return SaveJob(Path(path).absolute(), files.own_files, texts, keep)
 
 
-class _OptimizerWriter:
-    """An optimizer's state, on its way into files. Constructed on every rank."""
+def _add_optimizer(
+    files: FileLayout,
+    optimizer: ZeroRedundancyOptimizer,
+    model: torch.nn.Module | None,
+    kept: Survey,
+) -> SavedOptimizer:
+    """Assign the state that the ranks keep to files."""
+    shards, (states, tensors) = optimizer.shards, kept
+    names, positional = names_of(optimizer, model)
+    pieces, held = pieces_of(shards.plan), shards.held
 
-    def __init__(
-        self, files: FileLayout, optimizer: ZeroRedundancyOptimizer, model: torch.nn.Module | None
-    ) -> None:
-        self._files = files
-        self._optimizer = optimizer
-        self._shards = shards = optimizer.shards
-        shards.wait_for_params()
-        self._names, self._positional = names_of(optimizer, model)
-        self._held = shards.held
-        own = attach_masters(shards.local.states(), shards.masters())
-        self._kept, self._tensors = survey(shards.comm, shards.plan, own)
-
-    def __call__(self) -> SavedOptimizer:
-        shards = self._shards
-        pieces = pieces_of(shards.plan)
-        params = []
-        for index, spec in enumerate(shards.plan.specs):
-            kept = self._kept.get(index)
-            state = None if kept is None else Tree(master_in_file(kept.node), {})
-            if kept is not None and state is not None and state.node is kept.node:
-                state.leaves = kept.leaves  # to save the time of decoding them again
-            param = SavedParam(self._names[index], spec.shape, spec.dtype, spec.trainable, state)
-            self._files.add_state(index, param, pieces[index], partial(self._part, index))
-            params.append(param)
-        shards.sync_options()
-        global_state = shards.local.global_state()
-        if not all(isinstance(key, str) for key in global_state):
-            raise TypeError(
-                f"the optimizer keeps state under {list(global_state)}; a checkpoint holds it "
-                "under parameters and names"
-            )
-        return SavedOptimizer(
-            saved_name(shards.optim),
-            self._positional,
-            shards.local.stepped,
-            tuple(params),
-            add_groups(self._files, self._optimizer.param_groups, self._names),
-            self._files.add_value("state", global_state),
-            self._files.add_value("beside", extras(shards.optim)),
-            shards.rounding_step,
-        )
-
-    def _part(self, index: int, number: int, box: Box) -> torch.Tensor:
+    def part(index: int, number: int, box: Box) -> torch.Tensor:
         """Return a box of a tensor of a parameter's state, which this rank holds."""
-        kept, tensor = self._kept[index], self._tensors[index][number]
-        if not (kept.shared and kept.per_element[number]):
+        state, tensor = states[index], tensors[index][number]
+        if not (state.shared and state.per_element[number]):
             return tensor
-        return view_box(tensor, box, kept.spec.stride, self._held[index].start)
+        return view_box(tensor, box, state.spec.stride, held[index].start)
 
-
-def add_groups(
-    files: FileLayout, groups: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> tuple[tuple[tuple[str, ...], Tree], ...]:
-    """Return the groups with the names of their parameters, and assign their options to rank 0."""
-    return tuple(
-        (tuple(names[own.start : own.stop]), _add_options(files, number, groups[number]))
-        for number, own in enumerate(group_ranges(groups))
+    params = []
+    for index, spec in enumerate(shards.plan.specs):
+        state = Tree(master_in_file(states[index].node), {}) if index in states else None
+        param = SavedParam(names[index], spec.shape, spec.dtype, spec.trainable, state)
+        files.add_state(index, param, pieces[index], partial(part, index))
+        params.append(param)
+    shards.sync_options()
+    global_state = shards.local.global_state()
+    if not all(isinstance(key, str) for key in global_state):
+        raise TypeError(
+            f"the optimizer keeps state under {list(global_state)}; a checkpoint holds it under "
+            "parameters and names"
+        )
+    return SavedOptimizer(
+        saved_name(shards.optim),
+        positional,
+        shards.local.stepped,
+        tuple(params),
+        files.add_groups(optimizer.param_groups, names),
+        files.add_value("state", global_state),
+        files.add_value("beside", extras(shards.optim)),
+        shards.rounding_step,
     )
-
-
-def _add_options(files: FileLayout, number: int, group: Mapping[str, Any]) -> Tree:
-    """Assign the options of a parameter group to rank 0. Warn of options that are code."""
-    options = {}
-    for key, value in group.items():
-        if key in ("params", "param_names"):
-            continue
-        try:
-            encode(value)
-        except TypeError:
-            warnings.warn(
-                f"option {key!r} of parameter group {number} is a {type(value).__name__}, "
-                "which a checkpoint cannot hold; it is left out and keeps its value on load",
-                stacklevel=3,
-            )
-        else:
-            options[key] = value
-    return files.add_value(f"group {number}", options)
 
 
 def _add_model(files: FileLayout, model: torch.nn.Module) -> SavedModel:
@@ -314,7 +279,6 @@ class FileLayout:
         """
         if param.state is None:
             return
-        require(param.master_fits, f"the master of {param.name!r} {NO_MASTER}")
         for number, leaf in enumerate(param.state.leaves):
             if leaf.data is not None:
                 continue
@@ -335,24 +299,46 @@ class FileLayout:
             tensors[name] = self.add_whole("model", rank, name, model.tensors[name])
         return SavedModel(tensors, model.aliases, self.add_value("model", model.extra))
 
+    def add_groups(
+        self, groups: Sequence[Mapping[str, Any]], names: Sequence[str]
+    ) -> tuple[tuple[tuple[str, ...], Tree], ...]:
+        """Assign the options of parameter groups to rank 0. Warn of options that are code."""
+        found = []
+        for number, (group, own) in enumerate(zip(groups, group_ranges(groups), strict=True)):
+            options = {}
+            for key in [key for key in group if key not in PER_PARAMETER]:
+                try:
+                    encode(group[key])
+                    options[key] = group[key]
+                except TypeError:
+                    warnings.warn(
+                        f"option {key!r} of parameter group {number} is a "
+                        f"{type(group[key]).__name__}, which a checkpoint cannot hold; it is left "
+                        "out and keeps its value on load",
+                        stacklevel=3,
+                    )
+            tree = self.add_value(f"group {number}", options)
+            found.append((tuple(names[own.start : own.stop]), tree))
+        return tuple(found)
+
     def add_value(self, name: str, value: Any) -> Tree:
-        """Assign a nested value to rank 0."""
+        """Assign the tensors of a nested value to rank 0."""
         try:
             node, tensors = encode(value, name)
         except TypeError as error:
             raise TypeError(
                 f"{error}; a checkpoint holds tensors, numbers, text, lists and dicts"
             ) from None
-        return self.add_tree(name, node, tensors.__getitem__)
+        return self.add_tree(name, Tree(node, {}), tensors.__getitem__)
 
-    def add_tree(self, name: str, node: Node, source: Callable[[int], Source]) -> Tree:
-        """Assign a nested value to rank 0. `source` returns its tensors by number."""
+    def add_tree(self, name: str, tree: Tree, source: Callable[[int], Source]) -> Tree:
+        """Assign the tensors of a nested value to rank 0. `source` returns them by number."""
         stored = {}
-        for number, leaf in enumerate(leaves(node)):
+        for number, leaf in enumerate(tree.leaves):
             if leaf.data is None:
                 key = f"{name}.{number}:{leaf.path}"
                 stored[number] = self.add_whole("extra", 0, key, source(number))
-        return Tree(node, stored)
+        return Tree(tree.node, stored)
 
 
 def pieces_of(plan: ShardPlan) -> list[list[tuple[int, Box]]]:

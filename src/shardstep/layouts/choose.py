@@ -122,9 +122,9 @@ class Layouts:
             if self._world_size == 1:
                 try:
                     several = self._choose(recipe, groups[number]["params"], 2)
-                    line = f"{choice.why}; on several ranks {several}"
+                    line = f"{choice.why}; with more ranks, {several}"
                 except Exception as error:
-                    line = f"{choice.why}; not for several ranks: {error}"
+                    line = f"{choice.why}; more ranks are refused: {error}"
             lines.append(f"group {number}: {line}")
         return lines
 
@@ -175,7 +175,7 @@ def choose(
     verdict = None
     why = f"declared by {recipe.name}"
     if element_wise:
-        why = f"{recipe.name} updates each element on its own"
+        why = f"{recipe.name} updates each element separately"
     elif known is None:
         verdict = _probe_group(recipe, params, precision)
         _refuse(asked, recipe.name, verdict)

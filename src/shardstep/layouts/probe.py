@@ -227,7 +227,7 @@ def _run_stages(trial: Trial, numbers: Numbers) -> Verdict:
         difference, state = coupled.difference, coupled.global_state
         return Verdict(Kind.COUPLED, _why_coupled(difference), difference, global_state=state)
     if sliced is None:
-        kind, why = Kind.ELEMENT_WISE, "updates each element on its own"
+        kind, why = Kind.ELEMENT_WISE, "updates each element separately"
     else:
         kind, why = Kind.PER_TENSOR, _why_whole(sliced, needs_matrices)
     return Verdict(kind, why, sliced, global_state=matrices.global_state)

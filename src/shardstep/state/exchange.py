@@ -83,9 +83,11 @@ def move_state(
     return results
 
 
-def survey(
-    comm: Comm, plan: ShardPlan, states: Mapping[int, Any]
-) -> tuple[dict[int, Kept], dict[int, list[torch.Tensor]]]:
+Survey = tuple[dict[int, Kept], dict[int, list[torch.Tensor]]]
+"""The state over all ranks by parameter, and this rank's tensors of it in the order of leaves."""
+
+
+def survey(comm: Comm, plan: ShardPlan, states: Mapping[int, Any]) -> Survey:
     """Return the state over all ranks of each parameter that has any, and this rank's tensors.
 
     Called on every rank. Raises a RuntimeError on every rank if the parts of a parameter's state do

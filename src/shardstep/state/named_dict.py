@@ -19,7 +19,7 @@ def numbered(
 ) -> Mapping[str, Any]:
     """Return a full state dict with numbers, in the order of this optimizer's parameters.
 
-    A dict with numbers is returned unchanged, unless its `param_names` are this optimizer's in
+    A dict with numbers is matched by position, unless its `param_names` are this optimizer's in
     another order. A dict with names may be nested or flat, as `get_optimizer_state_dict` gives it.
     `names` has the names of the parameters in `groups`, in order.
     """
@@ -29,7 +29,7 @@ def numbered(
             given = [name for group in saved_groups for name in group.get("param_names", ())]
             theirs, own = strip_wrapper_prefixes(given), strip_wrapper_prefixes(names)
             if theirs == own or sorted(theirs) != sorted(own):
-                return state_dict
+                return _match_positions(state_dict, groups)
             state_dict = by_name(state_dict, given)
     else:
         state_dict = _nested(state_dict, names, groups)
@@ -88,6 +88,19 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
             f"names, {len(set(names))} of them different"
         )
     return rename_params(state_dict, dict(zip(numbers, names, strict=True)))
+
+
+def _match_positions(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+    """Return the dict with the parameter at the same position for each saved identifier."""
+    saved = state_dict["param_groups"]
+    ours, theirs = ([len(group["params"]) for group in each] for each in (groups, saved))
+    if ours != theirs:
+        raise ValueError(
+            f"the loaded state dict has parameter groups of lengths {theirs}, but this optimizer "
+            f"has groups of lengths {ours}; construct it with the same groups as the saved one"
+        )
+    identifiers = [identifier for group in saved for identifier in group["params"]]
+    return rename_params(state_dict, {each: index for index, each in enumerate(identifiers)})
 
 
 def _indices(saved: Sequence[str], names: Sequence[str]) -> list[int]:

@@ -20,14 +20,7 @@ from shardstep.local.multi_class import extras
 from shardstep.plan import ShardPlan
 from shardstep.state.exchange import move_state
 from shardstep.state.named_dict import numbered
-from shardstep.state.torch_dict import (
-    finish_load,
-    load_share,
-    masters_in,
-    match_params,
-    pack_groups,
-    warn_of_missing_state,
-)
+from shardstep.state.torch_dict import pack_groups, share_of, warn_of_missing_state
 from shardstep.state.view import ShardView
 
 StateDict = dict[str, Any]
@@ -36,15 +29,18 @@ Groups = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Consolidated:
-    """The whole state on the CPU, on ranks that asked for it, and the version it is of."""
+    """The whole state on the CPU of one rank, and the version it is of."""
 
-    states: Mapping[int, Any] | None
+    states: Mapping[int, Any]
     masters: Mapping[int, Any]
     version: int
 
 
-def consolidate(shards: ShardView, to: int | str) -> Consolidated:
-    """Gather the whole state on group rank `to` or on `"all"`. Called on every rank."""
+def consolidate(shards: ShardView, to: int | str) -> Consolidated | None:
+    """Gather the whole state on group rank `to` or on `"all"`. Called on every rank.
+
+    Returns None on ranks that do not get it.
+    """
     comm, plan = shards.comm, shards.plan
 
     def check() -> tuple[int | str, list[str]]:
@@ -62,7 +58,7 @@ def consolidate(shards: ShardView, to: int | str) -> Consolidated:
     states = move_state(comm, plan, wanted, shards.local.states(), None)
     masters = move_state(comm, plan, wanted, shards.masters(), None) if shards.widened else {}
     here = to in (comm.group_rank, "all")
-    return Consolidated(states if here else None, masters, shards.local.version)
+    return Consolidated(states, masters, shards.local.version) if here else None
 
 
 def full_state_dict(shards: ShardView, groups: Groups, held: Consolidated | None) -> StateDict:
@@ -72,11 +68,11 @@ def full_state_dict(shards: ShardView, groups: Groups, held: Consolidated | None
         RuntimeError: if this rank has not consolidated the state, or it has changed since.
     """
     local = shards.local
-    if held is not None and held.states is not None and held.version == local.version:
+    if held is not None and held.version == local.version:
         return _full_dict(shards, groups, held.states, held.masters)
     if local.fresh and not local.begins_with_state():
         return _full_dict(shards, groups, {}, {})
-    if held is None or held.states is None:
+    if held is None:
         raise RuntimeError(_remedy(shards.comm, "holds only its share of the optimizer state"))
     what = "consolidated the optimizer state before it last changed, in a step or a load"
     raise RuntimeError(_remedy(shards.comm, what))
@@ -103,11 +99,11 @@ def _full_dict(
 def _remedy(comm: Comm, what: str) -> str:
     rank = comm.group_rank
     return (
-        f"rank {rank} {what}; to get all of it here, call consolidate_state_dict(to={rank}) on all "
-        f"{comm.world_size} ranks of the process group first, and then state_dict() on rank "
-        f"{rank}; if every rank asks for it, consolidate_state_dict(to='all'); for "
-        "torch.distributed.checkpoint, pass shardstep.checkpoint.Sharded(optimizer); for its "
-        "get_state_dict(), Sharded(optimizer).as_optimizer()"
+        f"rank {rank} {what}. Call consolidate_state_dict(to={rank}) on all {comm.world_size} "
+        f"ranks of the process group, and then state_dict() on rank {rank}. If every rank needs "
+        "the state, call consolidate_state_dict(to='all'). For torch.distributed.checkpoint, pass "
+        "shardstep.checkpoint.Sharded(optimizer). In its get_state_dict(model, optimizer), write "
+        "Sharded(optimizer).as_optimizer() in place of optimizer."
     )
 
 
@@ -118,18 +114,17 @@ def load_full(shards: ShardView, groups: Groups, state_dict: Mapping[str, Any]) 
     """
     shards.local.refuse_hand_edit()
     names = [spec.name for spec in shards.plan.specs]
-    full = match_params(numbered(state_dict, groups, names), groups)
+    full = numbered(state_dict, groups, names)
+    share = share_of(full, shards)
     present = {index for index in range(len(names)) if full["state"].get(index)}
-    masters = masters_in(full, shards)
-    shards.give_masters({*present, *full["masters"]})
-    load_share(full, shards)
+    shards.give_masters({*present, *full.get("masters", ())})
+    share.install(shards)
     given = shards.local.groups_given
     # Accelerate loads a copy of the dict that it was given before the first step. The dict itself
     # comes from torch.distributed.checkpoint, which has read nothing into it.
     itself = given is None or given is state_dict.get("param_groups")
     quiet = shards.local.fresh and not itself
-    rounding_step = full.get("rounding_step", shards.rounding_step)
-    finish_load(shards, masters, bool(present), bool(full["masters"]), rounding_step)
+    share.finish(shards)
     if present or not quiet:
         warn_of_missing_state(shards, present)
 

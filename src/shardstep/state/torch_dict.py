@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from shardstep.layouts.choose import ELEMENT_WISE
 from shardstep.local.multi_class import MultiClass, of_one_class, parts_of
 from shardstep.params.dtensor import local_part
 from shardstep.params.flat import flat
-from shardstep.params.groups import group_ranges, rename_params
+from shardstep.params.groups import group_ranges
 from shardstep.params.names import shorten_list
 from shardstep.plan import Interval, ParamSpec
 from shardstep.state.tree import own_copy
@@ -44,96 +45,67 @@ def pack_groups(groups: Groups) -> list[dict[str, Any]]:
     return packed
 
 
-def match_params(state_dict: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
-    """Return the dict with the parameter at the same position for each saved identifier."""
-    saved = state_dict["param_groups"]
-    ours, theirs = ([len(group["params"]) for group in each] for each in (groups, saved))
-    if ours != theirs:
-        raise ValueError(
-            f"the loaded state dict has parameter groups of lengths {theirs}, but this optimizer "
-            f"has groups of lengths {ours}; construct it with the same groups as the saved one"
-        )
-    identifiers = [identifier for group in saved for identifier in group["params"]]
-    index_of = {identifier: index for index, identifier in enumerate(identifiers)}
-    return rename_params({"masters": {}, **state_dict}, index_of)
+@dataclass(slots=True)
+class Share:
+    """One rank's share of a loaded state dict. Installing it may raise, finishing it does not.
+
+    Attributes:
+        groups: the options of all groups, with parameters by number.
+        states: by parameter number, as masters.
+        global_state: the state that belongs to no parameter.
+        extra: entries that only the class reads.
+        wide: the parameters whose state was saved for a master or for a tensor of a wider dtype.
+        has_masters: True on every rank if any rank was given masters.
+    """
+
+    groups: Groups
+    states: Mapping[int, Any]
+    masters: Mapping[int, torch.Tensor]
+    global_state: Mapping[Any, Any]
+    extra: Mapping[str, Any]
+    wide: Container[int]
+    stepped: bool
+    has_masters: bool
+    rounding_step: int
+
+    def install(self, shards: ShardView) -> None:
+        """Load state and group options into the local optimizer."""
+        # torch numbers the pieces of the local optimizer in the order of its groups.
+        numbers = {index: number for number, index in enumerate(sorted(shards.held))}
+        states = {numbers[index]: value for index, value in self.states.items()}
+        state = {**self.global_state, **states}
+        local_groups = []
+        for group in self.groups:
+            kept = [position for position, index in enumerate(group["params"]) if index in numbers]
+            share = {**group, "params": [numbers[group["params"][position]] for position in kept]}
+            if "param_names" in group:
+                share["param_names"] = [group["param_names"][position] for position in kept]
+            local_groups.append(share)
+        shards.optim.load_state_dict({**self.extra, "state": state, "param_groups": local_groups})
+        specs = shards.plan.specs
+        narrow = [None if index in self.wide else specs[index].dtype for index in numbers]
+        _undo_casts(shards.optim, state, narrow)
+
+    def finish(self, shards: ShardView) -> None:
+        """Set everything that `install` does not: masters, counts, and the exposed options."""
+        shards.set_masters(self.masters)
+        shards.local.stepped = self.stepped
+        if self.has_masters:
+            shards.local.mark_changed()  # a full state dict needs them, even before the first step
+        shards.rounding_step = self.rounding_step
+        shards.local.publish_options()
 
 
-def load_share(full: Mapping[str, Any], shards: ShardView) -> None:
-    """Load this rank's share of a matched state dict into the local optimizer.
+def share_of(full: Mapping[str, Any], shards: ShardView) -> Share:
+    """Cut this rank's share out of a full state dict with parameters by number.
 
-    A dict that does not fit raises a ValueError on every rank, before any change.
+    A dict that does not fit raises a ValueError on every rank.
     """
     local, specs, held = shards.optim, shards.plan.specs, shards.held
-    groups = full["param_groups"]
+    groups, masters = full["param_groups"], full.get("masters", {})
     if not isinstance(local, MultiClass):
         groups = of_one_class(groups, type(local))
-    mine: dict[int, Any] = {}
-    global_state: dict[Any, Any] = {}
-    for index, value in full["state"].items():
-        if index not in range(len(specs)):
-            global_state[index] = copy.deepcopy(value)
-            continue
-        spec = specs[index]
-        if spec.layout == "sliced" or type(local) in ELEMENT_WISE:
-            _check_shapes(value, spec)
-        if index in held:
-            mine[index] = slice_state(value, held[index], spec)
-    extra = {key: copy.deepcopy(value) for key, value in full.items() if key not in KNOWN_KEYS}
-    wide = {*full["masters"], *(held if "rounding_step" in full else ())}
-    install(shards, mine, global_state, groups, extra, wide)
-
-
-def install(
-    shards: ShardView,
-    states: Mapping[int, Any],
-    global_state: Mapping[Any, Any],
-    groups: Groups,
-    extra: Mapping[str, Any],
-    wide: Container[int | None],
-) -> None:
-    """Load state and group options into the local optimizer.
-
-    `global_state` belongs to no parameter, and only the class reads `extra`. The state of the
-    parameters in `wide` was saved for a master or for a tensor of a wider dtype.
-    """
-    # torch numbers the pieces of the local optimizer in the order of its groups.
-    numbers = {index: number for number, index in enumerate(sorted(shards.held))}
-    state = {**global_state, **{numbers[index]: value for index, value in states.items()}}
-    local_groups = []
-    for group in groups:
-        kept = [position for position, index in enumerate(group["params"]) if index in numbers]
-        share = {**group, "params": [numbers[group["params"][position]] for position in kept]}
-        if "param_names" in group:
-            share["param_names"] = [group["param_names"][position] for position in kept]
-        local_groups.append(share)
-    shards.optim.load_state_dict({**extra, "state": state, "param_groups": local_groups})
-    specs = shards.plan.specs
-    _undo_casts(shards.optim, state, [None if i in wide else specs[i].dtype for i in numbers])
-
-
-def finish_load(
-    shards: ShardView,
-    masters: Mapping[int, torch.Tensor],
-    stepped: bool,
-    has_masters: bool,
-    rounding_step: int,
-) -> None:
-    """Set everything that `install` does not: masters, counts, and the exposed options.
-
-    `has_masters` is True on every rank if any rank was given masters.
-    """
-    shards.set_masters(masters)
-    shards.local.stepped = stepped
-    if has_masters:
-        shards.local.mark_changed()  # a full state dict needs them, even before the first step
-    shards.rounding_step = rounding_step
-    shards.local.publish_options()
-
-
-def masters_in(full: Mapping[str, Any], shards: ShardView) -> dict[int, torch.Tensor]:
-    """Return the masters of this rank's pieces in a matched state dict, by parameter."""
-    specs, held = shards.plan.specs, shards.held
-    for index, master in full["masters"].items():
+    for index, master in masters.items():
         if index not in range(len(specs)):
             raise ValueError(
                 f"the loaded state dict has a master for {index!r}, which is in no group"
@@ -144,8 +116,21 @@ def masters_in(full: Mapping[str, Any], shards: ShardView) -> dict[int, torch.Te
                 f"but the parameter has shape {specs[index].shape}; this state dict belongs to "
                 "another model"
             )
-    share = held.keys() & full["masters"].keys()
-    return {i: slice_state(full["masters"][i], held[i], specs[i]) for i in sorted(share)}
+    states = {index: value for index, value in full["state"].items() if index in range(len(specs))}
+    for index, value in states.items():
+        if specs[index].layout == "sliced" or type(local) in ELEMENT_WISE:
+            _check_shapes(value, specs[index])
+    return Share(
+        groups,
+        {i: slice_state(states[i], held[i], specs[i]) for i in states if i in held},
+        {i: slice_state(masters[i], held[i], specs[i]) for i in masters if i in held},
+        {key: copy.deepcopy(value) for key, value in full["state"].items() if key not in states},
+        {key: copy.deepcopy(value) for key, value in full.items() if key not in KNOWN_KEYS},
+        wide={*masters, *(held if "rounding_step" in full else ())},
+        stepped=any(states.values()),
+        has_masters=bool(masters),
+        rounding_step=full.get("rounding_step", shards.rounding_step),
+    )
 
 
 def _check_shapes(value: Any, spec: ParamSpec) -> None:

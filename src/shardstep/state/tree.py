@@ -52,7 +52,20 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class Form:
+    """Dtype and shape of a tensor that is somewhere else."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf(Form):
     """A dense tensor in the state of one parameter, at a path such as `"factors.0"`.
 
     `on_cpu` is True if it is on the CPU whatever its parameter's device is. `data` has the bytes of
@@ -60,16 +73,9 @@ class Leaf:
     """
 
     path: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     stride: tuple[int, ...]
     on_cpu: bool
     data: str | None
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """Return a tensor of this form, filled if the data is part of the description."""
@@ -253,7 +259,7 @@ def _leaf(path: str, dtype: Any, shape: Any, stride: Any, on_cpu: Any, data: Any
     """Return the description of a tensor, checked: it comes from other ranks or from files."""
     if not (is_sizes(shape) and is_counts(stride) and fills_memory(shape, stride)):
         raise ValueError(f"tensor {path!r} has an impossible shape or stride")
-    leaf = Leaf(path, dtype_named(dtype), tuple(shape), tuple(stride), bool(on_cpu), data)
+    leaf = Leaf(dtype_named(dtype), tuple(shape), path, tuple(stride), bool(on_cpu), data)
     if data is not None and (
         leaf.nbytes > INLINE_NBYTES or len(bytes.fromhex(data)) != leaf.nbytes
     ):

@@ -29,54 +29,19 @@ def pixels() -> Batch:
     return {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.randint(0, 3, (2,))}
 
 
-LLAMA = hf.LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-)
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL["num_attention_heads"] = 2
+WORDS = {**SMALL, "vocab_size": 64}
+LLAMA = hf.LlamaConfig(**WORDS, num_key_value_heads=1)
 GPT2 = hf.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
-BERT = hf.BertConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    max_position_embeddings=16,
-)
-T5 = hf.T5Config(
-    vocab_size=64,
-    d_model=32,
-    d_kv=16,
-    d_ff=48,
-    num_layers=2,
-    num_heads=2,
-    tie_word_embeddings=True,
-    decoder_start_token_id=0,
-)
-VIT = hf.ViTConfig(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    image_size=32,
-    patch_size=8,
-    num_labels=3,
-)
+BERT = hf.BertConfig(**WORDS, max_position_embeddings=16)
+SIZES = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+T5 = hf.T5Config(**SIZES, tie_word_embeddings=True, decoder_start_token_id=0)
+VIT = hf.ViTConfig(**SMALL, image_size=32, patch_size=8, num_labels=3)
 RESNET = hf.ResNetConfig(
     embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3
 )
-MIXTRAL = hf.MixtralConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    num_local_experts=4,
-)
+MIXTRAL = hf.MixtralConfig(**WORDS, num_key_value_heads=1, num_local_experts=4)
 
 
 def lora() -> nn.Module:

@@ -18,6 +18,9 @@ from shardstep.plan import Box, Interval, ParamSpec, boxes
 
 aten = torch.ops.aten
 
+Cut = tuple[Interval, ParamSpec]
+"""The elements of a parameter that this rank holds."""
+
 
 class Placeholder(torch.Tensor):
     """A tensor of the optimizer state that is sharded across ranks.
@@ -45,7 +48,7 @@ class Placeholder(torch.Tensor):
         device: torch.device,
         started: bool,
         part: torch.Tensor | None = None,
-        cut: tuple[Interval, ParamSpec] | None = None,
+        cut: Cut | None = None,
     ) -> Placeholder:
         """Make a placeholder with this rank's part, if it has one.
 
@@ -161,12 +164,16 @@ class Placeholder(torch.Tensor):
         operation = func.overloadpacket
         tensors: list[Any] = [arg for arg in args if isinstance(arg, torch.Tensor)]
         device = (kwargs or {}).get("device")
-        if operation in _COPIES and all(isinstance(tensor, cls) for tensor in tensors):
+        if all(isinstance(tensor, cls) for tensor in tensors):
             if operation is aten.detach:
                 return tensors[0]
             if operation is aten.copy_:
-                return tensors[0].copy_part(tensors[1])
-            return tensors[0].make_like(device, with_part=operation is not aten.new_empty)
+                copy, source = tensors
+                if copy.part is not None and source.part is not None:
+                    copy.part.copy_(source.part)
+                return copy
+            if operation in (aten.new_empty, aten.empty_like, aten.zeros_like):
+                return tensors[0].make_like(device, with_part=operation is not aten.new_empty)
         found = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         found[0].refuse(operation.__name__)
 
@@ -179,12 +186,3 @@ class Placeholder(torch.Tensor):
                 made.part = torch.empty_like(self.part, device=device)
                 made.home = str(made.part.device)
         return made
-
-    def copy_part(self, source: Placeholder) -> Placeholder:
-        """Copy the part of a placeholder that this one was made like."""
-        if self.part is not None and source.part is not None:
-            self.part.copy_(source.part)
-        return self
-
-
-_COPIES = (aten.detach, aten.copy_, aten.new_empty, aten.empty_like, aten.zeros_like)

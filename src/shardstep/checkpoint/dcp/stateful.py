@@ -17,33 +17,24 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from shardstep.checkpoint.dcp.placeholder import Placeholder
+from shardstep.checkpoint.dcp.placeholder import Cut, Placeholder
 from shardstep.checkpoint.dcp.portable import from_portable, to_portable
-from shardstep.checkpoint.inputs import named_params, unwrapped_optimizer
-from shardstep.comm import Comm, all_gather_json
+from shardstep.checkpoint.inputs import refuse_dtensor_params, unwrapped_optimizer
+from shardstep.comm import all_gather_json
 from shardstep.comm.consensus import check_same_on_all_ranks
 from shardstep.local.multi_class import extras, optimizer_name
-from shardstep.params.dtensor import NO_OFFSETS, refuse_dtensors
 from shardstep.params.groups import rename_params
 from shardstep.params.names import strip_wrapper_prefixes
-from shardstep.plan import Interval
-from shardstep.state.exchange import Kept, survey
+from shardstep.state.exchange import survey
 from shardstep.state.named_dict import numbered
 from shardstep.state.state_dict import run_load_hooks, run_state_dict_hooks
-from shardstep.state.torch_dict import (
-    KNOWN_KEYS,
-    finish_load,
-    install,
-    pack_groups,
-    warn_of_missing_state,
-)
+from shardstep.state.torch_dict import KNOWN_KEYS, Share, pack_groups, warn_of_missing_state
 from shardstep.state.tree import Leaf, Node, decode, encode, leaves, unwrap
 from shardstep.state.view import ShardView
 
@@ -113,26 +104,23 @@ class Sharded:
             self._optimizer.load_state_dict(state_dict)
 
     def _load_sharded(self, state_dict: dict[str, Any]) -> None:
-        refuse_dtensors(named_params(self._optimizer), NO_OFFSETS)
-        shards = self._optimizer.shards
-        params, described = survey_state(shards)
-        names = _names(self._optimizer)
+        refuse_dtensor_params(self._optimizer)
+        shards, names = self._optimizer.shards, _names(self._optimizer)
+        params, described = _survey_state(shards, names)
 
         def read() -> tuple[Any, list[str]]:
-            states, global_state, masters = {}, {}, {}
             saved = state_dict["state"]
             named = {"state": {}, "param_groups": state_dict["param_groups"]}
             groups = numbered(named, self._optimizer.param_groups, names)["param_groups"]
             for index, param in params.items():
-                owner = f"parameter {names[index]!r}"
                 if names[index] not in saved:
                     raise ValueError(
-                        f"the sharded state dict has no entry for {owner}; load it into the model "
-                        "that it was saved from"
+                        f"the sharded state dict has no entry for {param.owner}; load it into the "
+                        "model that it was saved from"
                     )
-                states[index] = from_portable(param.kept.node, saved[names[index]], owner)
-            for key, (node, _) in described.items():
-                global_state[key] = from_portable(node, saved.get(str(key)), f"state {key!r}")
+            states = {index: each.read(saved[names[index]]) for index, each in params.items()}
+            global_state = {key: each.read(saved.get(str(key))) for key, each in described.items()}
+            masters = {}
             for index in sorted(shards.masters()):
                 master = state_dict.get("masters", {}).get(names[index])
                 if isinstance(master, Placeholder) and (part := master.take_part()) is not None:
@@ -145,18 +133,19 @@ class Sharded:
         )
         with_state = {index for index, state in states.items() if state is not None}
         shards.begun.update(with_state)
-        held = shards.held
-        install(
-            shards,
-            {index: states[index] for index in sorted(with_state & held.keys())},
-            {key: value for key, value in global_state.items() if value is not None},
+        share = Share(
             groups,
-            extra={key: value for key, value in state_dict.items() if key not in KNOWN_KEYS},
-            wide=held,  # it was read into state of the same precision policy
+            {index: states[index] for index in sorted(with_state & shards.held.keys())},
+            masters,
+            {key: value for key, value in global_state.items() if value is not None},
+            {key: value for key, value in state_dict.items() if key not in KNOWN_KEYS},
+            wide=shards.held,  # it was read into state of the same precision policy
+            stepped=bool(with_state),
+            has_masters=bool(state_dict.get("masters")),
+            rounding_step=state_dict.get("rounding_step", shards.rounding_step),
         )
-        has_masters = bool(state_dict.get("masters"))
-        rounding_step = state_dict.get("rounding_step", shards.rounding_step)
-        finish_load(shards, masters, bool(with_state), has_masters, rounding_step)
+        share.install(shards)
+        share.finish(shards)
         warn_of_missing_state(shards, with_state)
 
 
@@ -195,19 +184,16 @@ class _ShardedDict(dict[str, Any]):
 
 def _make_sharded_dict(optimizer: ZeroRedundancyOptimizer, param_names: bool) -> _ShardedDict:
     """Return this rank's part of the state. Called on every rank."""
-    refuse_dtensors(named_params(optimizer), NO_OFFSETS)
+    refuse_dtensor_params(optimizer)
     shards = optimizer.shards
     shards.sync_options()
-    names, held = _names(optimizer), shards.held
-    params, global_state = survey_state(shards)
-    state: dict[str, Any] = {
-        names[index]: _make_param_state(shards.params[index].device, held.get(index), each)
-        for index, each in sorted(params.items())
-    }
-    for key, described in global_state.items():
+    names = _names(optimizer)
+    params, global_state = _survey_state(shards, names)
+    state = {names[index]: each.make() for index, each in sorted(params.items())}
+    for key, each in global_state.items():
         if str(key) in state:
             raise RuntimeError(f"state {key!r}, of no parameter, has the name of a parameter")
-        state[str(key)] = _make_global_state(described, f"state {key!r}, of no parameter")
+        state[str(key)] = each.make()
     groups = pack_groups(optimizer.param_groups)
     for group in groups:
         group.pop("param_names", None)
@@ -220,39 +206,6 @@ def _make_sharded_dict(optimizer: ZeroRedundancyOptimizer, param_names: bool) ->
     elif shards.widened:
         made["masters"] = _make_masters(shards, names)
     return made
-
-
-def _make_param_state(
-    device: torch.device, interval: Interval | None, described: ParamState
-) -> Any:
-    """Return a parameter's state: placeholders, and values that are small enough for all ranks."""
-    kept, spec, started = described.kept, described.kept.spec, described.started
-    numbers = count()
-
-    def make(leaf: Leaf) -> torch.Tensor:
-        number = next(numbers)
-        home = torch.device("cpu") if leaf.on_cpu else device
-        if started and leaf.data is not None:
-            return leaf.empty(home)
-        label = f"state {leaf.path!r} of parameter {spec.name!r}"
-        part = described.tensors[number] if described.tensors else None
-        cut = (interval, spec) if kept.per_element[number] and interval is not None else None
-        return Placeholder(label, leaf.shape, leaf.dtype, home, started, part, cut)
-
-    return to_portable(decode(kept.node, make, wrap=unwrap), started)
-
-
-def _make_global_state(described: GlobalState, label: str) -> Any:
-    """Return state that belongs to no parameter: every rank has all of it."""
-    node, started = described
-
-    def make(leaf: Leaf) -> torch.Tensor:
-        tensor = leaf.empty(torch.device("cpu"))
-        if started:
-            return tensor
-        return Placeholder(label, leaf.shape, leaf.dtype, tensor.device, started, tensor)
-
-    return to_portable(decode(node, make, wrap=unwrap), started)
 
 
 def _make_masters(shards: ShardView, names: list[str]) -> dict[str, Placeholder]:
@@ -280,25 +233,51 @@ def _names(optimizer: ZeroRedundancyOptimizer) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class ParamState:
-    """The structure of one parameter's state, and this rank's tensors of it, in order."""
+class _State:
+    """The structure of a parameter's state, or of other state, and this rank's tensors of it."""
 
-    kept: Kept
+    owner: str
+    node: Node
     started: bool  # or it would exist after a step
-    tensors: Sequence[torch.Tensor]  # empty if this rank holds nothing of the parameter
+    device: torch.device
+    parts: Sequence[tuple[torch.Tensor, Cut | None]]  # this rank's tensors, in order; or none
+
+    def make(self) -> Any:
+        """Return it for DCP: placeholders, and values that are small enough for all ranks."""
+        parts = iter(self.parts)
+
+        def make(leaf: Leaf) -> torch.Tensor:
+            home = torch.device("cpu") if leaf.on_cpu else self.device
+            part, cut = next(parts, (None, None))
+            if self.started and leaf.data is not None:
+                return leaf.empty(home)
+            label = f"state {leaf.path!r} of {self.owner}"
+            return Placeholder(label, leaf.shape, leaf.dtype, home, self.started, part, cut)
+
+        return to_portable(decode(self.node, make, wrap=unwrap), self.started)
+
+    def read(self, saved: Any) -> Any:
+        """Return what was read into `make()`; None if it was saved as absent."""
+        return from_portable(self.node, saved, self.owner)
 
 
-GlobalState = tuple[Node, bool]
-"""The structure of state of no parameter, and whether it is started."""
-
-
-def survey_state(shards: ShardView) -> tuple[dict[int, ParamState], dict[Any, GlobalState]]:
+def _survey_state(
+    shards: ShardView, names: Sequence[str]
+) -> tuple[dict[int, _State], dict[Any, _State]]:
     """Return the structure of all state, by parameter number and by key. Called on every rank."""
-    comm, plan = shards.comm, shards.plan
-    states = {index: state for index, state in shards.local.states().items() if state}
-    kept, tensors = survey(comm, plan, states)
-    found = {index: ParamState(each, True, tensors.get(index, ())) for index, each in kept.items()}
-    lacking = [i for i, spec in enumerate(plan.specs) if spec.trainable and i not in kept]
+    comm, plan, held = shards.comm, shards.plan, shards.held
+    found: dict[int, _State] = {}
+
+    def add(states: Mapping[int, Any], started: bool) -> None:
+        kept, tensors = survey(comm, plan, states)
+        for index, each in kept.items():
+            own = zip(tensors.get(index, ()), each.per_element, strict=False)
+            parts = [(part, (held[index], each.spec) if cut else None) for part, cut in own]
+            owner, device = f"parameter {names[index]!r}", shards.params[index].device
+            found[index] = _State(owner, each.node, started, device, parts)
+
+    add({index: state for index, state in shards.local.states().items() if state}, started=True)
+    lacking = [i for i, spec in enumerate(plan.specs) if spec.trainable and i not in found]
     expected: dict[Any, Any] = {}
     if lacking:
         rehearsed: dict[int, Any] = {}
@@ -317,27 +296,22 @@ def survey_state(shards: ShardView) -> tuple[dict[int, ParamState], dict[Any, Gl
                 "state dict with optimizer.load_state_dict()"
             )
         if not failures:
-            kept, tensors = survey(comm, plan, rehearsed)
-            for index, each in kept.items():
-                found[index] = ParamState(each, False, tensors.get(index, ()))
-    return found, _survey_global_state(comm, shards.local.global_state(), expected)
+            add(rehearsed, started=False)
+    existing = shards.local.global_state()
 
-
-def _survey_global_state(
-    comm: Comm, existing: Mapping[Any, Any], expected: Mapping[Any, Any]
-) -> dict[Any, GlobalState]:
-    def make() -> tuple[dict[Any, GlobalState], list[str]]:
-        found = {}
-        lines = []
+    def describe() -> tuple[dict[Any, _State], list[str]]:
+        described, cpu = {}, torch.device("cpu")
         for key, value in {**expected, **existing}.items():
             node, _ = encode(value, str(key))
-            if any(leaf.data is None for leaf in leaves(node)):
+            found = leaves(node)
+            if any(leaf.data is None for leaf in found):
                 raise RuntimeError(
                     f"state {key!r} belongs to no parameter and is too large to compare between "
                     "ranks; save this optimizer with consolidate_state_dict() and state_dict()"
                 )
-            found[key] = (node, key in existing)
-            lines.append(f"state {key!r}, of no parameter: {json.dumps(node)}")
-        return found, lines
+            parts = [(leaf.empty(cpu), None) for leaf in found]
+            described[key] = _State("the optimizer", node, key in existing, cpu, parts)
+        lines = [f"state {key!r}: {json.dumps(each.node)}" for key, each in described.items()]
+        return described, lines
 
-    return check_same_on_all_ranks(comm, "describing the optimizer state", make)
+    return found, check_same_on_all_ranks(comm, "describing the optimizer state", describe)

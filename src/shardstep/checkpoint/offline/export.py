@@ -27,7 +27,7 @@ from shardstep.checkpoint.read import (
     saved_model,
     saved_optimizer,
 )
-from shardstep.checkpoint.safetensors import CHUNK_NBYTES, Source, form_of, write
+from shardstep.checkpoint.safetensors import CHUNK_NBYTES, Source, has_name, write
 from shardstep.checkpoint.staging import EXPORT, Staging
 from shardstep.checkpoint.write import HF_INDEX, WEIGHTS, hf_index
 from shardstep.state.tree import decode
@@ -209,7 +209,7 @@ class _Sink(io.FileIO):
 
 def _check_dtypes(checkpoint: Checkpoint) -> None:
     for name, stored in saved_model(checkpoint).tensors.items():
-        if form_of(stored.dtype, stored.shape) != (stored.dtype, stored.shape):
+        if not has_name(stored.dtype):
             raise CheckpointError(
                 f"{checkpoint.path}: model tensor {name!r} is {stored.dtype}, which safetensors "
                 "has no name for; export to torch instead"

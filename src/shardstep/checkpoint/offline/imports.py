@@ -19,6 +19,7 @@ import torch
 
 from shardstep.checkpoint.files import CheckpointError, Stages, no_stages, read_json, require
 from shardstep.checkpoint.format import (
+    NO_MASTER,
     Contents,
     SavedModel,
     SavedOptimizer,
@@ -35,7 +36,6 @@ from shardstep.checkpoint.write import (
     HF_INDEX,
     WEIGHTS,
     FileLayout,
-    add_groups,
     made_by,
     write_alone,
 )
@@ -231,8 +231,8 @@ def _import_safetensors(source: Path, path: Path, stages: Stages) -> Path:
             for name, entry in weights.entries.items():
                 if name in tensors:
                     raise CheckpointError(f"{file}: tensor {name!r} is in {file_of[name]} too")
-                form = (entry.dtype, entry.shape)
-                tensors[name] = Streamed(*form, partial(weights.read, name, *form))
+                read = partial(weights.read, name, entry)
+                tensors[name] = Streamed(entry.dtype, entry.shape, read)
                 file_of[name] = file.name
         for name, listed in index.items():
             if file_of.get(name) != listed:
@@ -282,7 +282,22 @@ def _save_optimizer(
     names: Sequence[str] | None,
     optimizer_class: str | None,
 ) -> SavedOptimizer:
-    state, groups, masters, rounded = _check_state_dict(state_dict)
+    state, groups = state_dict.get("state"), state_dict.get("param_groups")
+    masters, rounded = state_dict.get("masters", {}), state_dict.get("rounding_step", 0)
+    listed = isinstance(groups, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    )
+    if not isinstance(state, Mapping) or not isinstance(groups, list) or not listed:
+        raise CheckpointError(
+            "this is not the state dict of an optimizer: it has no 'state' and 'param_groups' as "
+            "torch.optim writes them"
+        )
+    by_param = isinstance(masters, Mapping)
+    require(
+        by_param and all(isinstance(each, torch.Tensor) for each in masters.values()),
+        "'masters' of the optimizer's state dict are not tensors by parameter",
+    )
+    require(is_counts([rounded]), f"'rounding_step' of the optimizer's state dict is {rounded!r}")
     keys = [key for group in groups for key in group["params"]]
     class_name = check_class_name(optimizer_class, [state.get(key) for key in keys], groups)
     global_state = {key: value for key, value in state.items() if key not in set(keys)}
@@ -306,34 +321,11 @@ def _save_optimizer(
         positional,
         stepped=bool(state),
         params=tuple(params),
-        groups=add_groups(files, groups, called),
+        groups=files.add_groups(groups, called),
         global_state=files.add_value("state", global_state),
         extra_entries=files.add_value("beside", extra_entries),
         rounding_step=rounded,
     )
-
-
-def _check_state_dict(
-    state_dict: Mapping[str, Any],
-) -> tuple[Mapping[Any, Any], list[Mapping[str, Any]], Mapping[Any, torch.Tensor], int]:
-    """Return the state, the groups, the masters and the count of stochastic roundings."""
-    state, groups = state_dict.get("state"), state_dict.get("param_groups")
-    masters, rounded = state_dict.get("masters", {}), state_dict.get("rounding_step", 0)
-    listed = isinstance(groups, list) and all(
-        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
-    )
-    if not isinstance(state, Mapping) or not isinstance(groups, list) or not listed:
-        raise CheckpointError(
-            "this is not the state dict of an optimizer: it has no 'state' and 'param_groups' as "
-            "torch.optim writes them"
-        )
-    by_param = isinstance(masters, Mapping)
-    if not by_param or not all(isinstance(each, torch.Tensor) for each in masters.values()):
-        raise CheckpointError(
-            "'masters' of the optimizer's state dict are not tensors by parameter"
-        )
-    require(is_counts([rounded]), f"'rounding_step' of the optimizer's state dict is {rounded!r}")
-    return state, groups, masters, rounded
 
 
 def _param_names(
@@ -359,9 +351,9 @@ def _param_names(
 
 
 def _shape_and_dtype(
-    name: str, state: Any, model: SavedModel | None
+    name: str, tensors: Sequence[torch.Tensor], model: SavedModel | None
 ) -> tuple[tuple[int, ...], torch.dtype]:
-    """Take a parameter's form from the model, or guess it from the state.
+    """Take a parameter's form from the model, or guess it from the tensors of its state.
 
     A wrong guess does no harm: `load` refuses a shape that is not the parameter's.
     """
@@ -369,7 +361,6 @@ def _shape_and_dtype(
         stored = model.tensors.get(model.aliases.get(name, name))
         if stored is not None:
             return stored.shape, stored.dtype
-    tensors = encode(state)[1] if state is not None else []
     # All tensors but scalar counters should have the parameter's shape.
     shapes = {tuple(tensor.shape) for tensor in tensors if tensor.dim()}
     if not tensors or len(shapes) > 1:
@@ -385,18 +376,16 @@ def _shape_and_dtype(
 def _save_param(
     files: FileLayout, index: int, name: str, state: Any, model: SavedModel | None
 ) -> SavedParam:
-    shape, dtype = _shape_and_dtype(name, state, model)
-    if state is None or (isinstance(state, Mapping) and not state):
-        return SavedParam(name, shape, dtype, True, None)
-    if not isinstance(state, Mapping):
+    if not isinstance(state, Mapping | None):
         raise CheckpointError(
             f"the state of parameter {name!r} is a {type(state).__name__}, and not a dict"
         )
     try:
-        node, tensors = encode(state)
+        node, tensors = encode(state or {})
     except TypeError as error:
         raise CheckpointError(f"parameter {name!r}: {error}") from error
-    param = SavedParam(name, shape, dtype, True, Tree(master_in_file(node), {}))
-    pieces = [(0, Box.whole(shape))]
-    files.add_state(index, param, pieces, lambda number, box: tensors[number])
+    tree = Tree(master_in_file(node), {}) if state else None
+    param = SavedParam(name, *_shape_and_dtype(name, tensors, model), True, tree)
+    require(param.master_fits, f"the master of {name!r} {NO_MASTER}")
+    files.add_state(index, param, [(0, Box.whole(param.shape))], lambda n, box: tensors[n])
     return param

@@ -11,11 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardstep.checkpoint.files import Stages, no_stages
-from shardstep.checkpoint.format import (
-    Contents,
-    SavedParam,
-    Tree,
-)
+from shardstep.checkpoint.format import Contents, SavedParam, Tree
 from shardstep.checkpoint.inputs import ModelState
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.write import FileLayout, made_by, pieces_of, write_alone
@@ -70,7 +66,7 @@ def _reshard(checkpoint: Checkpoint, files: FileLayout, layout: Layout | None) -
     optimizer, model, extra = old.optimizer, old.model, old.extra
 
     def move(name: str, tree: Tree) -> Tree:
-        return files.add_tree(name, tree.node, lambda n: checkpoint.stream(tree.stored[n]))
+        return files.add_tree(name, tree, lambda n: checkpoint.stream(tree.stored[n]))
 
     def move_param(index: int, param: SavedParam, pieces: list[tuple[int, Box]]) -> SavedParam:
         if param.state is None:
@@ -115,8 +111,7 @@ def _spec(param: SavedParam) -> ParamSpec:
 
     If the parameter has another format, ranks read their elements from several files.
     """
-    found = param.state.leaves if param.state is not None else []
-    strides = [leaf.stride for leaf in found if leaf.shape == param.shape]
+    strides = [leaf.stride for leaf in param.leaves if leaf.shape == param.shape]
     stride = strides[0] if strides else contiguous(param.shape)
     return ParamSpec(
         param.name, param.shape, stride, param.dtype, "cpu#0", group=0, trainable=param.trainable

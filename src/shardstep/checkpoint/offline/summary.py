@@ -20,14 +20,7 @@ from shardstep.checkpoint.files import (
     require_folder,
     status_of,
 )
-from shardstep.checkpoint.format import (
-    SavedModel,
-    SavedOptimizer,
-    Stored,
-    Tree,
-    master_of,
-    own_entries,
-)
+from shardstep.checkpoint.format import SavedModel, SavedOptimizer, Stored, Tree
 from shardstep.checkpoint.read import Checkpoint
 from shardstep.checkpoint.staging import check_lengths, find_checkpoints, leftovers
 from shardstep.state.tree import Leaf, decode, name_of, unwrap
@@ -128,13 +121,9 @@ def _optimizer(saved: SavedOptimizer) -> dict[str, Any]:
         "trainable": sum(param.trainable for param in saved.params),
         "elements": sum(numel.values()),
         "state_nbytes": saved.global_state.nbytes
-        + sum(param.state.nbytes for param in saved.params if param.state is not None),
-        "without_state": [
-            param.name
-            for param in saved.params
-            if param.state is None or not own_entries(param.state.node)
-        ],
-        "with_master": sum(master_of(param.state) is not None for param in saved.params),
+        + sum(leaf.nbytes for param in saved.params for leaf in param.leaves),
+        "without_state": [param.name for param in saved.params if not param.entries],
+        "with_master": sum(param.master is not None for param in saved.params),
         "groups": [
             {
                 "parameters": len(names),
