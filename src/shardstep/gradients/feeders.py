@@ -300,9 +300,10 @@ def refuse_watched(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         ValueError: naming the parameter.
     """
     named = [(name, param) for name, param in named if param.requires_grad]
-    if any(id(param) in _watched() for _, param in named):
-        gc.collect()  # an optimizer that the user has dropped may be waiting for the collector
     watched = _watched()
+    if any(id(param) in watched for _, param in named):
+        gc.collect()  # an optimizer that the user has dropped may be waiting for the collector
+        watched = _watched()
     for name, param in named:
         if id(param) in watched:
             raise ValueError(

@@ -41,13 +41,13 @@ class InsideDDP(Mode):
     """
 
     title = "inside DDP's backward"
+    stepper: BucketStepper
 
     def __init__(self, comm: Comm, join: JoinContext, module: torch.nn.Module | None) -> None:
         super().__init__(comm, join, module)
         self._module: torch.nn.Module | None = None
         self._strides: list[tuple[int, ...]] = []
         self.feeder = DDPFeeder()
-        self.stepper = BucketStepper(self)
         self._stepped_in_backward = False
         self._detached = False
         # Whether the ranks that have data are taking a step; known on a joined rank.
@@ -61,6 +61,7 @@ class InsideDDP(Mode):
         self.pipeline.gather.detach()
         self.pipeline.gradients.detach()
         self.gather_comm = self.comm.new_connection()
+        self.stepper = BucketStepper(self)
         self._module = module
         self._strides = [param.stride() for param in self.params]
         if self.known_module is None:
