@@ -17,7 +17,7 @@ import pytest
 import torch
 from doubles import AnyOrder, behind_the_door
 from late import Late, Noted, in_flight
-from models import ADAMW, MLP, MLP_PROBLEM, SGD, Problem, noise, train, with_ddp, with_zero
+from models import ADAMW, MLP, MLP_PROBLEM, SGD, Problem, noise, rank, train, with_ddp, with_zero
 from on_ranks import on_ranks
 from problems import assert_same, copies, differing
 from torch import Tensor, nn
@@ -240,6 +240,22 @@ def test_no_way_of_reading_a_parameter_in_flight_sees_an_old_value(double: Any) 
             setup.opt.zero_grad()
             setup.backward(step)
             setup.opt.step()
+
+
+@on_ranks(2)
+def test_the_optimizers_state_is_complete_while_parameters_are_in_flight() -> None:
+    ddp = with_ddp(MLP_PROBLEM.fresh(), ADAMW)
+    train(ddp, MLP_PROBLEM, range(2))
+    expected = ddp.opt.state_dict()["state"]
+    zero = in_flight()
+    zero.opt.consolidate_state_dict(to=1)
+    if rank() == 1:
+        got = zero.opt.state_dict()["state"]
+        for index, entry in expected.items():
+            assert_same(list(entry.values()), [got[index][key] for key in entry], index)
+    zero = in_flight()
+    whole = zero.opt.full_state("layers.1.weight")
+    assert_same(list(expected[2].values()), [whole[key] for key in expected[2]])
 
 
 @on_ranks(2, timeout=110, fresh=True)
