@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,7 @@ from models import (
 )
 from on_ranks import on_ranks
 from problems import LAYOUTS, assert_same, same_bits
+from ranks import run_ranks
 from scenarios import distance
 from torch import Tensor, nn, optim
 from torch.amp import GradScaler
@@ -198,18 +199,47 @@ TORCH_CALLS: dict[str, Callable[[Any, list[Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["whole", "sliced"])
-@on_ranks(2)
-def test_torch_s_functions_clip_sharded_gradients_as_ddp_s(layout: str) -> None:
-    """Equal to DDP's. Norms over the slices of a tensor are added in another order."""
-    for name, call in TORCH_CALLS.items():
+def _clip_with_accelerate(setup: Any, params: list[Any]) -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).clip_grad_norm_(params, 0.01)
+
+
+def _read_with_lightning(setup: Any, params: list[Any]) -> Any:
+    from lightning.pytorch.utilities.grads import grad_norm
+
+    return torch.stack([torch.as_tensor(norm) for norm in grad_norm(setup.module, 2).values()])
+
+
+CALLS = {"accelerate": _clip_with_accelerate, "lightning": _read_with_lightning, **TORCH_CALLS}
+
+
+@pytest.mark.parametrize(
+    ("layout", "package"),
+    [
+        *(("whole", None), ("sliced", None)),
+        pytest.param("whole", "accelerate", marks=pytest.mark.slow),  # its import takes seconds
+        pytest.param("whole", "lightning", marks=pytest.mark.slow),
+    ],
+)
+def test_functions_of_torch_and_of_packages_clip_as_under_ddp(
+    layout: str, package: str | None
+) -> None:
+    if package is not None:
+        pytest.importorskip(package)
+    run_ranks(_clip_as_ddp, 2, layout, list(TORCH_CALLS) if package is None else [package])
+
+
+def _clip_as_ddp(layout: str, names: Iterable[str]) -> None:
+    """Norms over the slices of a tensor are added in another order."""
+    for name in names:
         zero = with_zero(MLP_PROBLEM.fresh(), SGD, layout=layout)
         ddp = with_ddp(MLP_PROBLEM.fresh(), SGD)
         results = []
         for setup in (zero, ddp):
             train(setup, MLP_PROBLEM, range(1))
             setup.backward(1)
-            results.append(call(setup, list(setup.module.parameters())))
+            results.append(CALLS[name](setup, list(setup.module.parameters())))
             setup.finish()
         pairs = [*zip(zero.params, ddp.params, strict=True)]
         if results[0] is not None:

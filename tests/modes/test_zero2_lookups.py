@@ -133,8 +133,11 @@ def test_a_module_that_does_not_fit_is_an_error_on_every_rank() -> None:
     model, other = MLP(), nn.Sequential(nn.Linear(3, 3))
     params = list(model.parameters())
     other.register_buffer("seen", torch.zeros(1 + rank()))
+    expanded, table = nn.Linear(4, 4), nn.Embedding(50, 8, sparse=True)
+    expanded.register_buffer("scale", torch.ones(1).expand(3))
     either = (ValueError, RuntimeError)
     for given, module, error, match in (
+        (expanded.parameters(), expanded, ValueError, "buffer 'scale' is expanded"),
         (MLP().parameters(), model, ValueError, "not a parameter of the given"),
         (params[1:], model, ValueError, r"'layers\.0\.weight'.*not given"),
         (params[rank() :], model, either, r"layers\.0\.weight"),  # too few on one rank
@@ -142,6 +145,8 @@ def test_a_module_that_does_not_fit_is_an_error_on_every_rank() -> None:
     ):
         with pytest.raises(error, match=match):
             ZeroRedundancyOptimizer(given, optim.SGD, module=module, lr=0.1)
+    with pytest.raises(ValueError, match="SparseAdam takes sparse gradients"):
+        ZeroRedundancyOptimizer(table.parameters(), optim.SparseAdam, module=table)
 
 
 # --------------------------------------------------------------------------------------- the start
