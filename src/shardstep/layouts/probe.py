@@ -212,12 +212,13 @@ def _run_stages(trial: Trial, numbers: Numbers) -> Verdict:
                 # Must not fail: another device may run these, and not element-wise.
                 run(stage)
     except Coupled as coupled:
-        return Verdict(Kind.COUPLED, coupled.difference.apart, coupled.difference)
+        difference = coupled.difference
+        return Verdict(Kind.COUPLED, difference.words(apart=True), difference)
     kind, why = Kind.ELEMENT_WISE, "updates each element on its own"
     if sliced is not None:
-        raised = sliced.cause is Cause.RAISED
-        kind = Kind.PER_TENSOR
-        why = "needs 2-D parameters" if raised and needs_matrices else sliced.in_slices
+        kind, why = Kind.PER_TENSOR, sliced.words(apart=False)
+        if sliced.cause is Cause.RAISED and needs_matrices:
+            why = "needs 2-D parameters"
     return Verdict(kind, why, sliced, global_state=matrices.global_state)
 
 

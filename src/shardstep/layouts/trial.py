@@ -209,15 +209,10 @@ class Difference:
     cause: Cause
     detail: str = ""
 
-    @property
-    def in_slices(self) -> str:
-        """The difference in words, if the optimizers have slices of tensors."""
-        return self.cause.value[0].format(self.detail)
-
-    @property
-    def apart(self) -> str:
-        """The difference in words, if each optimizer has one tensor."""
-        return self.cause.value[1].format(self.detail)
+    def words(self, apart: bool) -> str:
+        """Describe the difference of tensors apart, or of slices."""
+        words: tuple[str, str] = self.cause.value
+        return words[apart].format(self.detail)
 
 
 @dataclass(eq=False)

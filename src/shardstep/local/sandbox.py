@@ -1,8 +1,9 @@
 """A sandbox to run an optimizer class without side effects on the process.
 
 Afterwards, random states, warning filters, logging, printed text, the number of threads, global
-optimizer hooks and attributes of the class are as before. All of these belong to the process, so a lock admits one
-thread at a time: a second thread would save, and later restore, the settings of the first.
+optimizer hooks and attributes of the class are as before. All of these belong to the process, so a
+lock admits one thread at a time: a second thread would save, and later restore, the settings of the
+first.
 """
 
 from __future__ import annotations

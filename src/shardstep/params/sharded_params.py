@@ -89,6 +89,7 @@ class ParamStorage(ABC):
 
     def flat(self, param: int) -> torch.Tensor:
         """Return a parameter's elements in memory order. Autograd does not see writes to it."""
+        # `.data`: a parameter that is written back unchanged must not look changed to autograd.
         return flat(local_part(self._params[param]).data)
 
     def attach(self) -> None:
@@ -150,10 +151,7 @@ class OwnStorage(ParamStorage):
         others: Copies = ([], [])
         for group_rank, number, elements, offset in message.parts():
             in_params, in_buffer = own if group_rank == self._group_rank else others
-            # `.data`, so that autograd does not take a parameter that is written back unchanged for
-            # one that has changed.
-            param = flat(local_part(self._params[slots[number].param]).data)
-            in_params.append(param[elements.slice])
+            in_params.append(self.flat(slots[number].param)[elements.slice])
             in_buffer.append(buffer[offset : offset + elements.numel])
         return GatherMessage(message.bucket.index, message.cuts, buffer, (own[1], own[0]), others)
 
