@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from shardstep.layouts.state_size import tensor_nbytes
+from shardstep.layouts.cost import tensor_nbytes
 from shardstep.local.multi_class import optimizer_name
 from shardstep.modes.base import Mode
 from shardstep.modes.join import _ZeROJoinHook
