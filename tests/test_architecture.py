@@ -17,10 +17,10 @@ PACKAGE = Path(shardstep.__file__).parent
 
 #: Rooms in the order of the walk; a room may import itself and those before it.
 ORDER = (
+    "precision",
     "plan",
     "comm",
     "params",
-    "precision",
     "gradients",
     "gather",
     "local",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from shardstep.plan import ParamSpec
+if TYPE_CHECKING:  # the planner imports this policy
+    from shardstep.plan import ParamSpec
 
 _WIDE = (torch.float32, torch.float64)
 _WIRE = (torch.float16, torch.bfloat16, *_WIDE)

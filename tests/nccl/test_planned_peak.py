@@ -15,8 +15,8 @@ from torch import nn, optim
 
 from demo.gpt import GPT, GPTConfig
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
+from shardstep.layouts.cost import slice_state
 from shardstep.layouts.recipe import OptimizerRecipe
-from shardstep.layouts.state_size import slice_state
 from shardstep.plan import ParamSpec, shares
 from shardstep.plan.methods import Job
 from shardstep.plan.plan import MIN_BUCKET_BYTES, default_bucket_bytes

@@ -17,8 +17,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from traffic import counted
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
+from shardstep.layouts.cost import slice_state, tensor_nbytes, tensor_state
 from shardstep.layouts.recipe import OptimizerRecipe
-from shardstep.layouts.state_size import slice_state, tensor_nbytes, tensor_state
 from shardstep.params.sharded_params import OwnStorage
 from shardstep.plan import ParamSpec, ShardPlan, StateSize, messages_of, pool_sizes, shares
 from shardstep.plan.messages import message_lengths

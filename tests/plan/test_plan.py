@@ -33,6 +33,7 @@ from shardstep.plan import (
 from shardstep.plan.models import model
 from shardstep.plan.placement import FIRST_BUCKET_BYTES, MIN_SEGMENT_UNITS
 from shardstep.plan.plan import MIN_BUCKET_BYTES
+from shardstep.precision import MixedPrecision
 
 UNIT = 64  # the documented alignment; not imported, so that changing it is noticed here
 
@@ -178,20 +179,10 @@ def test_frozen_parameters_do_not_alter_where_trainable_ones_lie(
         assert mixed.numel(group_rank) == alone.numel(group_rank)
 
 
-class Wider:
-    """bf16 is stepped on in fp32; all gradients travel in fp64."""
-
-    def step_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32 if dtype == torch.bfloat16 else dtype
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float64
-
-
 @given(plans())
 def test_a_share_counts_what_the_pieces_and_segments_of_its_rank_say(plan: ShardPlan) -> None:
     sizes = [StateSize(index, 3 * StateSize.PER) for index in range(len(plan.specs))]
-    policy = Wider()
+    policy = MixedPrecision(reduce_dtype=torch.float64)
     total = 0
     for group_rank, estimated in enumerate(shares(plan, policy, sizes)):
         mine = owned(plan, group_rank)
@@ -210,7 +201,7 @@ def test_a_share_counts_what_the_pieces_and_segments_of_its_rank_say(plan: Shard
         for bucket in plan.training_buckets:
             own = bucket.cuts[group_rank + 1] - bucket.cuts[group_rank]
             gathered += own * (plan.world_size - 1) * bucket.dtype.itemsize
-            reduced += (bucket.numel - own) * 8
+            reduced += (bucket.numel - own) * policy.wire_dtype(bucket.dtype).itemsize
             gradients += own * policy.step_dtype(bucket.dtype).itemsize
         assert estimated.gather_nbytes_sent == gathered
         assert estimated.reduce_nbytes_sent == reduced

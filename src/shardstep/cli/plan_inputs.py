@@ -17,8 +17,8 @@ import torch
 from shardstep.checkpoint.offline.imports import weight_files
 from shardstep.checkpoint.safetensors import File
 from shardstep.layouts.choose import Layouts
+from shardstep.layouts.cost import slice_state, tensor_state
 from shardstep.layouts.recipe import OptimizerRecipe
-from shardstep.layouts.state_size import slice_state, tensor_state
 from shardstep.local.multi_class import CLASS_KEY
 from shardstep.plan import ParamSpec, StateSize, default_bucket_bytes
 from shardstep.plan.methods import Job, block_of
@@ -111,27 +111,20 @@ def make_job(
         groups[spec.group]["params"].append(torch.nn.Parameter(param, spec.trainable))
     if len(classes) > 1:
         groups[0][CLASS_KEY] = classes[0]
-    recipes = [OptimizerRecipe(classes[0]), OptimizerRecipe(classes[-1], defaults)]
-    if len(classes) == 1:
-        recipes = recipes[1:]
     policy = _POLICIES.get(precision, MixedPrecision())
-    layouts = Layouts(layout, recipes[-1], 2, policy)
+    layouts = Layouts(layout, OptimizerRecipe(classes[-1], defaults), 2, policy)
     specs = layouts.apply(groups, specs)
 
     @cache
-    def state_size(group: int, shape: tuple[int, ...], dtype: torch.dtype) -> StateSize:
-        if layouts.choices[group].layout == "sliced":
-            return slice_state(recipes[group], dtype)
-        return tensor_state(recipes[group], shape, dtype)
+    def state_size(group: int, whole: tuple[int, ...] | None, dtype: torch.dtype) -> StateSize:
+        recipe = layouts.recipes[group]
+        return slice_state(recipe, dtype) if whole is None else tensor_state(recipe, whole, dtype)
 
     sizes = []
     for spec in specs:
-        if not spec.trainable:
-            sizes.append(StateSize())
-            continue
-        sliced = spec.layout == "sliced"
+        whole = spec.shape if spec.layout == "whole" else None
         dtype = policy.step_dtype(spec.dtype)
-        sizes.append(state_size(spec.group, () if sliced else spec.shape, dtype))
+        sizes.append(state_size(spec.group, whole, dtype) if spec.trainable else StateSize())
     bucket_bytes = bucket_bytes or default_bucket_bytes(specs, MIN_BUCKET_BYTES[backend])
     return Job(specs, policy, sizes, bucket_bytes), layouts.explain(groups)
 

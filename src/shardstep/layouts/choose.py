@@ -48,7 +48,12 @@ class Choice:
 
 
 class Layouts:
-    """The layouts of an optimizer's parameter groups; `recipe` is for groups that name no class."""
+    """The layouts of an optimizer's parameter groups; `recipe` is for groups that name no class.
+
+    Attributes:
+        recipes: the class of each group, with the options that the group had at first.
+        choices: the layout of each group.
+    """
 
     def __init__(
         self, layout: str, recipe: OptimizerRecipe, world_size: int, precision: MixedPrecision
@@ -57,21 +62,21 @@ class Layouts:
         self.recipe = recipe
         self._world_size = world_size
         self.precision = precision
-        self._recipes: list[OptimizerRecipe] = []
+        self.recipes: list[OptimizerRecipe] = []
         self._costs: dict[tuple[int, tuple[int, ...]], int] = {}
         self.choices: list[Choice] = []
 
     def apply(self, groups: Groups, specs: Sequence[ParamSpec]) -> list[ParamSpec]:
         """Return the parameters with their layouts and costs. Raise if a class has no layout."""
-        for group in groups[len(self._recipes) :]:
+        for group in groups[len(self.recipes) :]:
             # Read once: constructing the optimizer adds options to the groups.
-            self._recipes.append(self._recipe(group))
+            self.recipes.append(self._recipe(group))
         self.choices = [
             self._choose(recipe, group["params"], self._world_size)
-            for recipe, group in zip(self._recipes, groups, strict=True)
+            for recipe, group in zip(self.recipes, groups, strict=True)
         ]
         several_classes = any(CLASS_KEY in group for group in groups)
-        for recipe, choice in zip(self._recipes, self.choices, strict=True):
+        for recipe, choice in zip(self.recipes, self.choices, strict=True):
             if several_classes and choice.verdict is not None and choice.verdict.global_state:
                 raise ValueError(
                     f"{recipe.name} keeps state that belongs to no parameter, which several "
@@ -79,7 +84,7 @@ class Layouts:
                 )
         for spec, param in zip(specs, parameters(groups), strict=True):
             if self.choices[spec.group].layout == "whole" and num_parts(param) > 1:
-                refuse_part(spec.name, param, self._recipes[spec.group].name)
+                refuse_part(spec.name, param, self.recipes[spec.group].name)
         layouts = [choice.layout for choice in self.choices]
         return [
             replace(spec, layout=layouts[spec.group], cost=self._cost(spec.group, spec.shape))
@@ -93,7 +98,7 @@ class Layouts:
 
     def refuse_sparse(self) -> None:
         """Raise if a class takes sparse gradients only."""
-        for recipe, choice in zip(self._recipes, self.choices, strict=True):
+        for recipe, choice in zip(self.recipes, self.choices, strict=True):
             different = choice.verdict.difference if choice.verdict else None
             if different is not None and different.cause is Cause.SPARSE:
                 raise ValueError(
@@ -103,7 +108,7 @@ class Layouts:
 
     def truncate(self, num_groups: int) -> None:
         """Drop all groups but the first `num_groups`."""
-        del self._recipes[num_groups:], self.choices[num_groups:]
+        del self.recipes[num_groups:], self.choices[num_groups:]
         self._costs.clear()
 
     def lines(self) -> list[str]:
@@ -117,7 +122,7 @@ class Layouts:
     def explain(self, groups: Groups) -> list[str]:
         """Return one line per group, for the user. A single rank probes its classes now."""
         lines = []
-        for number, (recipe, choice) in enumerate(zip(self._recipes, self.choices, strict=True)):
+        for number, (recipe, choice) in enumerate(zip(self.recipes, self.choices, strict=True)):
             line = str(choice)
             if self._world_size == 1:
                 try:
@@ -145,7 +150,7 @@ class Layouts:
         if self.choices[group].layout == "sliced" or self._world_size == 1:
             return 0
         if (group, shape) not in self._costs:
-            self._costs[group, shape] = step_cost(self._recipes[group], shape)
+            self._costs[group, shape] = step_cost(self.recipes[group], shape)
         return self._costs[group, shape]
 
 
@@ -165,9 +170,18 @@ def choose(
         raise ValueError(f"layout must be 'auto', 'sliced' or 'whole', not {layout!r}")
     asked: Layout | None = None if layout == "auto" else layout  # type: ignore[assignment]
     refuse_per_parameter_options(recipe, params)
-    declared = declared_layout(recipe, construct=world_size > 1)
-    element_wise = is_element_wise(recipe.optimizer_class)
-    known: Layout | None = "sliced" if element_wise else declared
+    plain = unwrap_partial(recipe.optimizer_class)
+    is_class = isinstance(plain, type)  # a function may make more of a known class
+    element_wise = is_class and plain in ELEMENT_WISE
+    known: Layout | None = getattr(plain, "shardstep_layout", None)
+    if known is None and world_size > 1 and not is_class:
+        known = getattr(recipe.sample(), "shardstep_layout", None)
+    if known not in (None, "sliced", "whole"):
+        raise ValueError(
+            f"{recipe.name}.shardstep_layout must be 'sliced' or 'whole', not {known!r}"
+        )
+    if element_wise:
+        known = "sliced"
     if world_size == 1:
         return Choice(asked or known or "whole", "one rank holds everything")
     if asked == "sliced" and known == "whole":
@@ -254,25 +268,6 @@ def _cached(find: Callable[..., Any], recipe: OptimizerRecipe, *args: Any) -> An
 @lru_cache(maxsize=256)
 def _find(find: Callable[..., Any], recipe: OptimizerRecipe, *args: Any) -> Any:
     return find(recipe, *args)
-
-
-def is_element_wise(optimizer_class: Any) -> bool:
-    """Return True for classes known to be element-wise. Functions that make them may add hooks."""
-    plain = unwrap_partial(optimizer_class)
-    return isinstance(plain, type) and plain in ELEMENT_WISE
-
-
-def declared_layout(recipe: OptimizerRecipe, construct: bool) -> Layout | None:
-    """Return the `shardstep_layout` that a class declares; with `construct`, one that is made."""
-    plain = unwrap_partial(recipe.optimizer_class)
-    declared: Layout | None = getattr(plain, "shardstep_layout", None)
-    if declared is None and construct and not isinstance(plain, type):
-        declared = getattr(recipe.sample(), "shardstep_layout", None)
-    if declared not in (None, "sliced", "whole"):
-        raise ValueError(
-            f"{recipe.name}.shardstep_layout must be 'sliced' or 'whole', not {declared!r}"
-        )
-    return declared
 
 
 def refuse_per_parameter_options(recipe: OptimizerRecipe, params: Sequence[torch.Tensor]) -> None:

@@ -112,7 +112,7 @@ def _compare(trial: Trial, stage: Stage, found: Comparison) -> None:
     found.slow = counter.count > MANY_CALLS
     found.global_state = bool(together.global_state)
     if apart.difference is not None:
-        raise Coupled(apart.difference, found.global_state)
+        raise Coupled(apart.difference)
 
 
 class _Shared:

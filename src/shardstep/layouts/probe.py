@@ -16,8 +16,7 @@ measures the time.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -133,7 +132,7 @@ def probe(
         dtype = torch.float32
     failure: TrialFailed | None = None
     for trial in trials(recipe, (dtype,), devices):
-        with sandbox(recipe.optimizer_class, trial.device), _one_thread():
+        with sandbox(recipe.optimizer_class, trial.device):
             try:
                 verdict = _judge(trial, numbers)
             except TrialFailed as failed:
@@ -151,17 +150,6 @@ def probe(
         f"{stage} on small tensors raised {type(failure.error).__name__}: {failure.error}",
         error=None if failure.constructed else failure.error.with_traceback(None),
     )
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    # Threads divide large tensors, and compute the ends of their parts with other instructions.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _judge(trial: Trial, numbers: Numbers) -> Verdict:
@@ -224,12 +212,13 @@ def _run_stages(trial: Trial, numbers: Numbers) -> Verdict:
                 # Must not fail: another device may run these, and not element-wise.
                 run(stage)
     except Coupled as coupled:
-        difference, state = coupled.difference, coupled.global_state
-        return Verdict(Kind.COUPLED, _why_coupled(difference), difference, global_state=state)
-    if sliced is None:
-        kind, why = Kind.ELEMENT_WISE, "updates each element separately"
-    else:
-        kind, why = Kind.PER_TENSOR, _why_whole(sliced, needs_matrices)
+        difference = coupled.difference
+        return Verdict(Kind.COUPLED, difference.words(apart=True), difference)
+    kind, why = Kind.ELEMENT_WISE, "updates each element separately"
+    if sliced is not None:
+        kind, why = Kind.PER_TENSOR, sliced.words(apart=False)
+        if sliced.cause is Cause.RAISED and needs_matrices:
+            why = "needs 2-D parameters"
     return Verdict(kind, why, sliced, global_state=matrices.global_state)
 
 
@@ -238,28 +227,3 @@ def _stage_for_size(size: int) -> Stage:
     many = size > MANY_ROWS
     length = size * max(1 if many else 2, -(-ENOUGH_ELEMENTS // (2 * size)))
     return Stage(((2, length),) if many else ((length, 2), (2, length)), steps=LARGE.steps)
-
-
-def _why_whole(sliced: Difference, needs_matrices: bool) -> str:
-    if sliced.cause is Cause.RAISED and needs_matrices:
-        return "needs 2-D parameters"
-    return {
-        Cause.PARAMETER: "updates each tensor as a whole",
-        Cause.STATE: "keeps state that does not split with its tensor",
-        Cause.GROUP_OPTION: f"computes group option {sliced.detail} from whole tensors",
-        Cause.GLOBAL_STATE: "computes global state from whole tensors",
-        Cause.RAISED: "needs each tensor in its own shape",
-        Cause.SPARSE: "takes sparse gradients, which are not sliced",
-    }[sliced.cause]
-
-
-def _why_coupled(coupled: Difference) -> str:
-    return {
-        Cause.PARAMETER: "its update of a tensor depends on others",
-        Cause.STATE: "its state of a tensor depends on others",
-        Cause.GROUP_OPTION: f"its group option {coupled.detail} depends on all tensors",
-        Cause.GLOBAL_STATE: "its global state depends on all tensors",
-        Cause.RAISED: f"without some of the tensors it raises {coupled.detail}",
-        Cause.COLLECTIVE: "a step communicates with other ranks",
-        Cause.CLOSURE: f"a step {coupled.detail}",
-    }[coupled.cause]

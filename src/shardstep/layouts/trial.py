@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
+from itertools import product
 from typing import Any, Literal, get_args
 
 import torch
@@ -155,19 +156,17 @@ def trials(
 ) -> Iterator[Trial]:
     """Yield the ways to run a class, the most informative first."""
     on = [n for n in SWITCHES if recipe.defaults.get(n) or recipe.group_options.get(n)]
-    for dropped in ([], on) if on else ([],):
-        for device in devices:
-            for num_groups, sparse in ((2, False), (2, True), (1, False)):
-                notes = (
-                    *([f"without {', '.join(dropped)}"] if dropped else ()),
-                    *([f"on {device}"] if device.type != "cpu" else ()),
-                    *(["with sparse gradients"] if sparse else ()),
-                    *(["with one group"] if num_groups == 1 else ()),
-                )
-                for closures in get_args(Closures):
-                    yield Trial(
-                        recipe.without(dropped), dtypes, device, sparse, num_groups, closures, notes
-                    )
+    ways = ((2, False), (2, True), (1, False))
+    for dropped, device, (num_groups, sparse) in product([[], on] if on else [[]], devices, ways):
+        notes = (
+            *([f"without {', '.join(dropped)}"] if dropped else ()),
+            *([f"on {device}"] if device.type != "cpu" else ()),
+            *(["with sparse gradients"] if sparse else ()),
+            *(["with one group"] if num_groups == 1 else ()),
+        )
+        made = recipe.without(dropped)
+        for closures in get_args(Closures):
+            yield Trial(made, dtypes, device, sparse, num_groups, closures, notes)
 
 
 @dataclass(eq=False)
@@ -179,16 +178,28 @@ class TrialFailed(Exception):
 
 
 class Cause(Enum):
-    """The observation that separates several optimizers from one."""
+    """An observation that separates several optimizers from one.
 
-    PARAMETER = auto()
-    STATE = auto()
-    GROUP_OPTION = auto()
-    GLOBAL_STATE = auto()
-    RAISED = auto()
-    CLOSURE = auto()
-    COLLECTIVE = auto()
-    SPARSE = auto()
+    In words: for optimizers on slices, and for optimizers on one tensor each.
+    """
+
+    PARAMETER = "updates each tensor as a whole", "its update of a tensor depends on others"
+    STATE = (
+        "keeps state that does not split with its tensor",
+        "its state of a tensor depends on others",
+    )
+    GROUP_OPTION = (
+        "computes group option {} from whole tensors",
+        "its group option {} depends on all tensors",
+    )
+    GLOBAL_STATE = (
+        "computes global state from whole tensors",
+        "its global state depends on all tensors",
+    )
+    RAISED = "needs each tensor in its own shape", "without some of the tensors it raises {}"
+    SPARSE = "takes sparse gradients, which are not sliced", ""
+    CLOSURE = "", "a step {}"
+    COLLECTIVE = "", "a step communicates with other ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +209,17 @@ class Difference:
     cause: Cause
     detail: str = ""
 
+    def words(self, apart: bool) -> str:
+        """Describe the difference of tensors apart, or of slices."""
+        words: tuple[str, str] = self.cause.value
+        return words[apart].format(self.detail)
+
 
 @dataclass(eq=False)
 class Coupled(Exception):
     """Tensors apart give something else than tensors together."""
 
     difference: Difference
-    global_state: bool = False
 
 
 class Run:
@@ -334,37 +349,38 @@ def _sparse_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class RandomSources:
-    """The random generators of the process: Python's, numpy's and torch's, for one device."""
+    """The random generators of the process: Python's, torch's and numpy's, and one device's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._numpy: Any = sys.modules.get("numpy")
-        self._device: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._seed = 0
-        self._device_state: Any = None
+        self._generators: list[tuple[Callable[[int], object], Callable[[], object]]] = [
+            (random.seed, random.random),
+            (torch.default_generator.manual_seed, lambda: _draw(torch.device("cpu"))),
+        ]
+        numpy: Any = sys.modules.get("numpy")
+        if numpy:
+            self._generators.append((numpy.random.seed, numpy.random.random_sample))
+        if device.type != "cpu":
+            module: Any = torch.get_device_module(device)
+            self._generators.append((module.manual_seed, lambda: _draw(device)))
 
     def seed(self, seed: int) -> None:
         """Seed all generators: a verdict must be the same in every process."""
         self._seed = seed
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if self._numpy:
-            self._numpy.random.seed(seed)
-        if self._device:
-            self._device.manual_seed(seed)
-            self._device_state = self._device.get_rng_state()
+        for seed_one, _ in self._generators:
+            seed_one(seed)
 
     def used(self) -> bool:
         """Return True if numbers were drawn since `seed`. Called once after each."""
-        if self._device and not torch.equal(self._device_state, self._device.get_rng_state()):
-            return True
         # An unused generator continues as from its seed. Comparing whole states is slower.
-        found = self._draw()
+        found = [draw() for _, draw in self._generators]
         self.seed(self._seed)
-        return found != self._draw()
+        return found != [draw() for _, draw in self._generators]
 
-    def _draw(self) -> list[float]:
-        numbers = [random.random(), *torch.rand(2, dtype=torch.float32, device="cpu").tolist()]
-        return [*numbers, self._numpy.random.random_sample()] if self._numpy else numbers
+
+def _draw(device: torch.device) -> list[float]:
+    numbers: list[float] = torch.rand(2, dtype=torch.float32, device=device).tolist()
+    return numbers
 
 
 class ConstantRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]

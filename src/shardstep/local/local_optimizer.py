@@ -84,10 +84,7 @@ class LocalOptimizer:
         """Return True on every rank if the class makes state when it is constructed."""
         if self._shard.pieces:
             return bool(self.optim.state)
-        some = torch.zeros(2, 2, device="cpu")
-        ranges = group_ranges(self._exposed)
-        held = [{indices.start: _copy(some)} if indices else {} for indices in ranges]
-        return bool(self._twin(held, lambda twin: None).state)
+        return bool(self._twin(self._small_tensors()).state)
 
     @functools.cached_property
     def clears_to_none(self) -> bool | None:
@@ -98,14 +95,13 @@ class LocalOptimizer:
         """
         if all(type(part).__module__.startswith("torch.optim.") for part in parts_of(self.optim)):
             return None
-        ranges = group_ranges(self._exposed)
-        params = {own.start: _copy(torch.ones(2, 2, device="cpu")) for own in ranges if own}
-        for param in params.values():
+        held = self._small_tensors(1.0)
+        params = [param for own in held for param in own.values()]
+        for param in params:
             param.grad = torch.ones_like(param)
-        held = [{own.start: params[own.start]} if own else {} for own in ranges]
         if self._step_error(held) is not None:
             return None
-        left = [param.grad for param in params.values()]
+        left = [param.grad for param in params]
         if all(grad is None for grad in left):
             return True
         return False if all(grad is not None and not grad.any() for grad in left) else None
@@ -267,11 +263,11 @@ class LocalOptimizer:
         A twin of the optimizer takes one step with zero gradients on copies of the pieces. The
         form of its state is right, the values are not. Nothing else changes, and no hook runs.
         """
-        return self._twin_state(params, self._first_step)
+        return self._twin_state(params, step=True)
 
     def begin(self, params: Collection[int]) -> None:
         """Give these parameters the state that the class makes when it is constructed."""
-        self._set_states(self._twin_state(params, lambda twin: None)[0])
+        self._set_states(self._twin_state(params, step=False)[0])
 
     def try_group(self, group: Mapping[str, Any]) -> None:
         """Construct a twin with this group: the class may refuse it before anything changes."""
@@ -285,14 +281,9 @@ class LocalOptimizer:
 
     def try_idle(self) -> None:
         """Raise if a twin cannot step without parameters, before other ranks wait for this one."""
-        ranges = group_ranges(self._exposed)
-        error = self._step_error([{} for _ in ranges])
-        if error is None:
-            return
-        param = torch.nn.Parameter(torch.zeros(2, 2, device="cpu"))
-        some = [{indices.start: _copy(param)} if indices else {} for indices in ranges]
+        error = self._step_error([{} for _ in self._exposed])
         # A class that raises anyway needs something else, such as a closure.
-        if self._step_error(some) is None:
+        if error is not None and self._step_error(self._small_tensors()) is None:
             raise ValueError(
                 f"this rank owns no parameters, and {optimizer_name(self.optim)} cannot step "
                 f"without any ({type(error).__name__}: {error}); use fewer ranks, or change the "
@@ -300,28 +291,32 @@ class LocalOptimizer:
             ) from error
 
     def _twin_state(
-        self, params: Collection[int], use: Callable[[Optimizer], object]
+        self, params: Collection[int], step: bool
     ) -> tuple[dict[int, Any], dict[Any, Any]]:
         copies = [{i: _copy(t) for i, t in own.items() if i in params} for own in self._held()]
-        twin = self._twin(copies, use)
+        twin = self._twin(copies, step)
         states = {i: twin.state.get(copy) for own in copies for i, copy in own.items()}
         return {i: state for i, state in states.items() if state}, _global_state(twin)
 
     def _step_error(self, held: Sequence[Held]) -> Exception | None:
         """Return the exception of a twin's first step on these tensors."""
         try:
-            self._twin(held, self._first_step)
+            self._twin(held, step=True)
         except Exception as error:
             return error
         return None
 
-    def _first_step(self, twin: Optimizer) -> None:
-        with self._no_empty_groups(twin):
-            start_training(twin)
-            twin.step()
+    def _small_tensors(self, value: float = 0.0) -> list[Held]:
+        """Return a small matrix for each group that has parameters, equal on every rank."""
+        matrix = torch.nn.Parameter(torch.full((2, 2), value, device="cpu"))
+        ranges = group_ranges(self._exposed)
+        return [{indices.start: _copy(matrix)} if indices else {} for indices in ranges]
 
-    def _twin(self, held: Sequence[Held], use: Callable[[Optimizer], object]) -> Optimizer:
-        """Construct an optimizer with the same options on `held`, one mapping per group; use it."""
+    def _twin(self, held: Sequence[Held], step: bool = False) -> Optimizer:
+        """Construct an optimizer with the same options on `held`, one mapping per group.
+
+        With `step`, it takes a first step.
+        """
         groups = [
             {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
             for group in self._groups(held)
@@ -332,7 +327,10 @@ class LocalOptimizer:
                 group[CLASS_KEY] = kind
         with self._sandbox([tensor for own in held for tensor in own.values()]):
             twin = self._make(groups)
-            use(twin)
+            if step:
+                with self._no_empty_groups(twin):
+                    start_training(twin)
+                    twin.step()
         return twin
 
     @contextlib.contextmanager
@@ -371,32 +369,21 @@ def _copy(tensor: torch.Tensor) -> torch.nn.Parameter:
     return copy
 
 
-class LocalState(Mapping[torch.Tensor, Any]):
-    """The state that this rank keeps, under the user's parameters."""
+class LocalState(dict[torch.Tensor, Any]):
+    """The state that this rank keeps, under the user's parameters. It can only be cleared."""
 
     def __init__(self, params: Sequence[torch.Tensor], local: LocalOptimizer) -> None:
+        super().__init__({params[index]: state for index, state in local.states().items()})
         self._local = local
-        self._held = {params[index]: state for index, state in local.states().items()}
 
-    def __getitem__(self, param: torch.Tensor) -> Any:
+    def __missing__(self, param: torch.Tensor) -> Mapping[Any, Any]:
         # As in any optimizer, a parameter without state has an empty one. This one is read-only.
-        return self._held.get(param, MappingProxyType({}))
+        return MappingProxyType({})
 
-    def __setitem__(self, param: torch.Tensor, state: object) -> NoReturn:
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError("the state is sharded across ranks; set it with load_state_dict()")
 
-    def __contains__(self, param: object) -> bool:
-        return param in self._held
-
-    def get(self, param: torch.Tensor, default: Any = None) -> Any:
-        """Return the state of `param`, or `default` if this rank keeps none."""
-        return self._held.get(param, default)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
+    __setitem__ = __delitem__ = pop = popitem = setdefault = update = _refuse
 
     def __bool__(self) -> bool:
         # The same on every rank, also on one that owns nothing: torch's state dict functions take a
@@ -405,6 +392,6 @@ class LocalState(Mapping[torch.Tensor, Any]):
 
     def clear(self) -> None:
         """Drop this rank's state."""
-        self._held.clear()
+        super().clear()
         self._local.optim.state.clear()
         self._local.stepped = False

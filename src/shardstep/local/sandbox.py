@@ -1,8 +1,9 @@
 """A sandbox to run an optimizer class without side effects on the process.
 
-Afterwards, random states, warning filters, logging, printed text, global optimizer hooks and
-attributes of the class are as before. All of these belong to the process, so a lock admits one
-thread at a time: a second thread would save, and later restore, the settings of the first.
+Afterwards, random states, warning filters, logging, printed text, the number of threads, global
+optimizer hooks and attributes of the class are as before. All of these belong to the process, so a
+lock admits one thread at a time: a second thread would save, and later restore, the settings of the
+first.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ def sandbox(
         # Only if needed: the context slows every operation.
         if set_default_device and torch.get_default_device() != device:
             stack.enter_context(torch.device(device))
+        # Threads divide large tensors, and compute the ends of their parts with other instructions.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         # Compiling a step for a few small tensors would take seconds.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

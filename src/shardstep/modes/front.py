@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardstep.comm.join import JoinContext
-from shardstep.layouts.state_size import tensor_nbytes
+from shardstep.layouts.cost import tensor_nbytes
 from shardstep.local.multi_class import optimizer_name
 from shardstep.modes.base import Mode
 from shardstep.modes.join import _ZeROJoinHook

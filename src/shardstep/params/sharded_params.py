@@ -93,6 +93,7 @@ class ParamStorage(ABC):
 
     def flat(self, param: int) -> torch.Tensor:
         """Return a parameter's elements in memory order. Autograd does not see writes to it."""
+        # `.data`: a parameter that is written back unchanged must not look changed to autograd.
         return flat(local_part(self._params[param]).data)
 
     def attach(self) -> None:
@@ -154,10 +155,7 @@ class OwnStorage(ParamStorage):
         others: Copies = ([], [])
         for group_rank, number, elements, offset in message.parts():
             in_params, in_buffer = own if group_rank == self._group_rank else others
-            # `.data`, so that autograd does not take a parameter that is written back unchanged for
-            # one that has changed.
-            param = flat(local_part(self._params[slots[number].param]).data)
-            in_params.append(param[elements.slice])
+            in_params.append(self.flat(slots[number].param)[elements.slice])
             in_buffer.append(buffer[offset : offset + elements.numel])
         return GatherMessage(message.bucket.index, message.cuts, buffer, (own[1], own[0]), others)
 
@@ -248,7 +246,8 @@ class Shard:
         self.pieces = pieces
         self._tensors = {piece.param: self._make(piece) for piece in pieces}
         self.views = [(piece, each) for piece, each in self if each is not params[piece.param]]
-        self._widened = [(piece, tensor) for piece, tensor in self if piece.param in wide]
+        # Step tensors that have other memory in the next step.
+        self._moving = [] if wide.kept else [each for each in self if each[0].param in wide]
         self._point(())
 
     def _make(self, piece: Piece) -> torch.Tensor:
@@ -290,13 +289,15 @@ class Shard:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Give every step tensor its parameter's value; at the end free memory of the step."""
-        if self.wide.refresh():
-            self._point(self._widened)
+        self.wide.refresh()
+        if self._moving:
+            self._point(self._moving)
         try:
             yield
         finally:
-            if self.wide.release():
-                self._point(self._widened)
+            self.wide.release()
+            if self._moving:
+                self._point(self._moving)
 
     def write_back(self, free_memory: FreeMemory, among: Container[int] | None = None) -> bool:
         """Write back step tensors of these parameters. Return True if a parameter has moved.

@@ -17,13 +17,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from typing import ClassVar
 
 import torch
 from typing_extensions import override
 
 from shardstep.params.dtensor import local_part
 from shardstep.params.flat import flat
+from shardstep.params.same_bits import as_integers
 from shardstep.params.stochastic_rounding import StochasticRounding
 from shardstep.plan import Piece
 from shardstep.plan.placement import aligned
@@ -32,38 +35,42 @@ CHUNK, ACCELERATOR_CHUNK = 1 << 18, 1 << 22
 """Elements compared at a time: few enough to stay in a CPU's cache, or to take little memory."""
 
 
+@dataclass(eq=False)
 class StepTensors(ABC):
     """This rank's pieces in a wider dtype, back to back in one flat tensor per bucket.
 
     Attributes:
+        dtypes: the wider dtype of each parameter that has pieces here, by number.
+        flat_param: returns the elements of a parameter in memory order.
         needed: False if there is nothing to do in a step.
     """
 
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        params: Sequence[torch.Tensor],
-        dtypes: Mapping[int, torch.dtype],
-        flat_param: Callable[[int], torch.Tensor],
-    ) -> None:
-        self.needed = bool(pieces)
-        self._flat_param = flat_param
-        self._pieces = sorted(pieces, key=lambda piece: (piece.bucket, piece.bucket_offset))
-        self._params = params
-        self._dtypes = dtypes
+    pieces: Sequence[Piece]
+    params: Sequence[torch.Tensor]
+    dtypes: Mapping[int, torch.dtype]
+    flat_param: Callable[[int], torch.Tensor]
+
+    kept: ClassVar[bool] = True
+    """True if the tensors stay where they are between steps."""
+
+    def __post_init__(self) -> None:
+        # Copies count the steps on every rank, also on one without pieces.
+        self.needed = bool(self.pieces) or not self.kept
+        self.pieces = sorted(self.pieces, key=lambda piece: (piece.bucket, piece.bucket_offset))
         # The plan's strides: a parameter may get others before there is another plan.
-        self._strides = {p.param: local_part(params[p.param]).stride() for p in pieces}
+        self._strides = {p.param: local_part(self.params[p.param]).stride() for p in self.pieces}
         self._numels: Counter[int] = Counter()
         self._offsets: dict[int, int] = {}
-        for piece in self._pieces:
+        for piece in self.pieces:
             self._offsets[piece.param] = self._numels[piece.bucket]
             self._numels[piece.bucket] += aligned(piece.param_interval.numel)
         self._wide: dict[int, torch.Tensor] = {}
         self._narrow: dict[int, torch.Tensor] = {}
+        self.repoint()
 
     def _allocate(self) -> None:
-        for bucket, param in {piece.bucket: piece.param for piece in self._pieces}.items():
-            dtype, device = self._dtypes[param], self._params[param].device
+        for bucket, param in {piece.bucket: piece.param for piece in self.pieces}.items():
+            dtype, device = self.dtypes[param], self.params[param].device
             self._wide[bucket] = torch.empty(self._numels[bucket], dtype=dtype, device=device)
 
     def _flat(self, piece: Piece) -> torch.Tensor:
@@ -77,36 +84,37 @@ class StepTensors(ABC):
     def nbytes(self) -> int:
         """Bytes of all tensors while they exist."""
         return sum(
-            aligned(piece.param_interval.numel) * self._dtypes[piece.param].itemsize
-            for piece in self._pieces
+            aligned(piece.param_interval.numel) * self.dtypes[piece.param].itemsize
+            for piece in self.pieces
         )
 
     def place(self, piece: Piece) -> torch.Tensor:
         """Return the tensor for `piece`: flat, or in the parameter's shape for an entire one."""
         if not piece.entire:
             return self._flat(piece)
-        shape, stride = local_part(self._params[piece.param]).shape, self._strides[piece.param]
+        shape, stride = local_part(self.params[piece.param]).shape, self._strides[piece.param]
         return self._wide[piece.bucket].as_strided(shape, stride, self._offsets[piece.param])
 
     def repoint(self) -> None:
         """Point at the memory that the parameters have now."""
-        for piece in self._pieces:
+        for piece in self.pieces:
             # Writing back an unchanged parameter must not look like a change to autograd. The
             # pipeline marks those that a step has changed.
-            whole = self._flat_param(piece.param)
+            whole = self.flat_param(piece.param)
             self._narrow[piece.param] = whole[piece.param_interval.slice]
 
     @abstractmethod
-    def refresh(self) -> bool:
-        """Take the parameters' values before a step. Return True if tensors have moved."""
+    def refresh(self) -> None:
+        """Take the parameters' values before a step."""
 
     @abstractmethod
     def write_back(self, among: Container[int] | None = None) -> None:
         """Round into these parameters, or into all."""
 
-    def release(self) -> bool:
-        """Free memory that only a step needs. Return True if tensors have moved."""
-        return False
+    def release(self) -> None:
+        """Free memory that only a step needs."""
+        if not self.kept:
+            self._wide.clear()
 
     def values(self) -> dict[int, torch.Tensor]:
         """Return the values to save in addition to the parameters, by parameter number."""
@@ -120,23 +128,17 @@ class StepTensors(ABC):
 class Masters(StepTensors):
     """Wide copies that are kept from step to step."""
 
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        params: Sequence[torch.Tensor],
-        dtypes: Mapping[int, torch.dtype],
-        flat_param: Callable[[int], torch.Tensor],
-    ) -> None:
-        super().__init__(pieces, params, dtypes, flat_param)
-        self._allocate()
-        self.repoint()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.set_values(None)
 
     @override
     def repoint(self) -> None:
         super().repoint()
+        if not self._wide:
+            self._allocate()
         self._runs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for piece in self._pieces:
+        for piece in self.pieces:
             narrow = self._narrow[piece.param]
             self._wide[piece.bucket] = self._wide[piece.bucket].to(narrow.device)
             self._add_run(self._flat(piece), narrow)
@@ -155,17 +157,16 @@ class Masters(StepTensors):
         self._runs.append((wide, narrow))
 
     @override
-    def refresh(self) -> bool:
+    def refresh(self) -> None:
         # See Note [Writes to a parameter that has a master].
         for wide, narrow in self._runs:
             _refresh(wide, narrow)
-        return False
 
     @override
     def write_back(self, among: Container[int] | None = None) -> None:
         pairs = self._runs
         if among is not None:
-            stepped = [piece for piece in self._pieces if piece.param in among]
+            stepped = [piece for piece in self.pieces if piece.param in among]
             pairs = [(self._flat(piece), self._narrow[piece.param]) for piece in stepped]
         if pairs:
             wides, narrows = map(list, zip(*pairs, strict=True))
@@ -173,13 +174,13 @@ class Masters(StepTensors):
 
     @override
     def values(self) -> dict[int, torch.Tensor]:
-        for piece in self._pieces:
+        for piece in self.pieces:
             # A parameter that has changed its form since the plan was made is not compared with.
-            param, before = local_part(self._params[piece.param]), self._narrow[piece.param]
+            param, before = local_part(self.params[piece.param]), self._narrow[piece.param]
             form = (param.stride(), param.dtype, param.device)
             if form == (self._strides[piece.param], before.dtype, before.device):
                 _refresh(self._flat(piece), flat(param.data)[piece.param_interval.slice])
-        return {piece.param: self.place(piece) for piece in self._pieces}
+        return {piece.param: self.place(piece) for piece in self.pieces}
 
     @override
     def set_values(self, values: Mapping[int, torch.Tensor] | None) -> None:
@@ -187,38 +188,30 @@ class Masters(StepTensors):
             for wide, narrow in self._runs:
                 wide.copy_(narrow)
             return
-        for piece in self._pieces:
+        for piece in self.pieces:
             if piece.param in values:
                 self.place(piece).copy_(values[piece.param])
 
 
+@dataclass(eq=False)
 class StepCopies(StepTensors):
     """Wide copies that exist during a step and are rounded stochastically.
 
     Between steps, each piece has a NaN placeholder without memory.
     """
 
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        params: Sequence[torch.Tensor],
-        dtypes: Mapping[int, torch.dtype],
-        flat_param: Callable[[int], torch.Tensor],
-        rounding: StochasticRounding,
-    ) -> None:
-        super().__init__(pieces, params, dtypes, flat_param)
-        self.needed = True  # steps are counted on every rank
-        self._rounding = rounding
-        self.repoint()
+    rounding: StochasticRounding
+
+    kept = False
 
     @override
     def place(self, piece: Piece) -> torch.Tensor:
         if piece.bucket in self._wide:
             return super().place(piece)
         if piece.param not in self._placeholders:
-            param = local_part(self._params[piece.param])
+            param = local_part(self.params[piece.param])
             shape = param.shape if piece.entire else (piece.param_interval.numel,)
-            nan = torch.full((), torch.nan, dtype=self._dtypes[piece.param], device=param.device)
+            nan = torch.full((), torch.nan, dtype=self.dtypes[piece.param], device=param.device)
             self._placeholders[piece.param] = nan.expand(shape)
         return self._placeholders[piece.param]
 
@@ -228,26 +221,20 @@ class StepCopies(StepTensors):
         self._placeholders: dict[int, torch.Tensor] = {}
 
     @override
-    def refresh(self) -> bool:
-        self._rounding.step += 1
+    def refresh(self) -> None:
+        self.rounding.step += 1
         self._allocate()
-        for _, held in groupby(self._pieces, key=lambda piece: piece.bucket):
+        for _, held in groupby(self.pieces, key=lambda piece: piece.bucket):
             pieces = list(held)
             narrow = [self._narrow[piece.param] for piece in pieces]
             torch._foreach_copy_([self._flat(piece) for piece in pieces], narrow)
-        return bool(self._pieces)
 
     @override
     def write_back(self, among: Container[int] | None = None) -> None:
-        for piece in self._pieces:
+        for piece in self.pieces:
             if among is None or piece.param in among:
                 narrow, start = self._narrow[piece.param], piece.param_interval.start
-                self._rounding.round_into(narrow, self._flat(piece), piece.param, start)
-
-    @override
-    def release(self) -> bool:
-        self._wide.clear()
-        return bool(self._pieces)
+                self.rounding.round_into(narrow, self._flat(piece), piece.param, start)
 
     @override
     def set_values(self, values: Mapping[int, torch.Tensor] | None) -> None:
@@ -264,19 +251,17 @@ def _follows(last: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 def _refresh(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     """Copy those elements of `narrow` that are not the rounding of `wide`."""
-    bits = {2: torch.int16, 4: torch.int32}.get(narrow.itemsize, torch.uint8)
     on_cpu = wide.device.type == "cpu"
     chunk = CHUNK if on_cpu else ACCELERATOR_CHUNK
     for start in range(0, wide.numel(), chunk):
         ours, given = wide[start : start + chunk], narrow[start : start + chunk]
-        rounded = ours.to(given.dtype).view(bits)
+        rounded, bits = as_integers(ours.to(given.dtype)), as_integers(given)
         # On an accelerator, asking whether anything has changed would synchronise.
-        if on_cpu and _same(rounded, given.view(bits)):
+        if on_cpu and _same(rounded, bits):
             continue
-        kept = rounded == given.view(bits)
         # Torch does not promote numbers of 8 bits.
         given = given.to(ours.dtype) if given.itemsize == 1 else given
-        torch.where(kept, ours, given, out=ours)
+        torch.where(rounded == bits, ours, given, out=ours)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
-
-import torch
 
 from shardstep.plan.messages import POOL, message_lengths
 from shardstep.plan.placement import Bucket, aligned
 from shardstep.plan.plan import ShardPlan
-
-
-class DtypePolicy(Protocol):
-    """The dtypes in which a parameter is stepped on, and in which its gradients travel."""
-
-    def step_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the optimizer steps on a parameter of `dtype`."""
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype on the wire for gradients of a parameter of `dtype`."""
-
-
-class SameDtype:
-    """Everything in the parameter's own dtype."""
-
-    def step_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return `dtype`."""
-        return dtype
-
-    wire_dtype = step_dtype
+from shardstep.precision import UNCHANGED, MixedPrecision
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +66,11 @@ class _Sum:
 
 def shares(
     plan: ShardPlan,
-    policy: DtypePolicy | None = None,
+    policy: MixedPrecision | None = None,
     state_sizes: Sequence[StateSize] | None = None,
 ) -> list[Share]:
     """Return the share of every rank. `state_sizes` has an entry for each parameter."""
-    policy = policy or SameDtype()
+    policy = policy or UNCHANGED
     world_size, others = plan.world_size, plan.world_size - 1
     numel, nbytes, gradients, masters, fixed, state, gathered, reduced = (
         _Sum(world_size) for _ in range(8)
@@ -119,7 +96,7 @@ def shares(
     return [Share(*row) for row in zip(*columns, strict=True)]
 
 
-def share(plan: ShardPlan, group_rank: int, policy: DtypePolicy | None = None) -> Share:
+def share(plan: ShardPlan, group_rank: int, policy: MixedPrecision | None = None) -> Share:
     """Return the share of one rank, without state."""
     return shares(plan, policy)[group_rank]
 
@@ -130,7 +107,7 @@ def _segments(bucket: Bucket) -> Iterator[tuple[int, int, int]]:
         yield 0, len(bucket.cuts) - 1, bucket.cuts.step
         return
     for slot in bucket.slots:
-        owner = bisect_right(bucket.cuts, slot.bucket_offset) - 1
+        owner = bucket.owner(slot.bucket_offset)
         yield owner, owner + 1, slot.footprint.numel
 
 
@@ -138,21 +115,16 @@ def _holdings(bucket: Bucket) -> Iterator[tuple[int, int, int, int]]:
     """Yield a parameter, a run of ranks, and the elements of it that each of these holds."""
     for slot in bucket.slots:
         start, stop = slot.bucket_offset, slot.bucket_offset + slot.numel
-        if not isinstance(bucket.cuts, range):
-            owner = bisect_right(bucket.cuts, start) - 1
-            yield slot.param, owner, owner + 1, slot.numel
-            continue
-        step = bucket.cuts.step
-        first, last = start // step, max(start, stop - 1) // step
+        first, last = bucket.owner(start), bucket.owner(max(start, stop - 1))
         if first == last:
             yield slot.param, first, first + 1, slot.numel
             continue
-        yield slot.param, first, first + 1, (first + 1) * step - start
-        yield slot.param, first + 1, last, step
-        yield slot.param, last, last + 1, stop - last * step
+        yield slot.param, first, first + 1, bucket.cuts[first + 1] - start
+        yield slot.param, first + 1, last, bucket.cuts[1]
+        yield slot.param, last, last + 1, stop - bucket.cuts[last]
 
 
-def pool_sizes(plan: ShardPlan, policy: DtypePolicy) -> dict[tuple[str, int], int]:
+def pool_sizes(plan: ShardPlan, policy: MixedPrecision) -> dict[tuple[str, int], int]:
     """Return the bytes of the buffers that gradients are packed into, by device and place.
 
     Messages take the places in turn, in the order of backward. A buffer is as long as its longest

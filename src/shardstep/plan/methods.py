@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
+from typing import NamedTuple
 
-from shardstep.plan.estimate import DtypePolicy, Share, StateSize, pool_sizes, shares
+from shardstep.plan.estimate import StateSize, pool_sizes, shares
 from shardstep.plan.messages import message_lengths
 from shardstep.plan.placement import aligned
 from shardstep.plan.plan import ShardPlan
 from shardstep.plan.spec import ParamSpec
+from shardstep.precision import MixedPrecision
 
 MAX_RANKS = 16_384
 
@@ -51,17 +53,36 @@ class Footprint:
         return self.parameters + self.gradients + self.masters + self.state + self.buffers
 
 
+class _Rank(NamedTuple):
+    """Bytes that one rank holds and sends; `work` is its part of the optimizer's."""
+
+    gradients: int
+    masters: int
+    state: int
+    work: int
+    sent: int
+
+
+def _fullest(ranks: Sequence[_Rank], parameters: int, buffers: int) -> Footprint:
+    """Return the footprint of the fullest rank; all hold the same parameters and buffers."""
+    fullest = max(ranks, key=lambda rank: rank.gradients + rank.masters + rank.state)
+    work, sent = [rank.work for rank in ranks], [rank.sent for rank in ranks]
+    imbalance = max(work) / fmean(work) if any(work) else 1.0
+    held = (fullest.gradients, fullest.masters, fullest.state)
+    return Footprint(parameters, *held, buffers, imbalance, round(fmean(sent)), max(sent))
+
+
 @dataclass(frozen=True)
 class Job:
     """A model with its optimizer: parameters with layouts, dtypes, state of each parameter."""
 
     specs: Sequence[ParamSpec]
-    policy: DtypePolicy
+    policy: MixedPrecision
     state_sizes: Sequence[StateSize]
     bucket_bytes: int | None = None
 
     def plan(self, world_size: int) -> ShardPlan:
-        """Return the plan of this package for `world_size` ranks."""
+        """Return the plan of this package for `world_size` ranks; the last one is kept."""
         if world_size not in self._last_plan:
             made = ShardPlan.make(self.specs, world_size, bucket_bytes=self.bucket_bytes)
             self._last_plan.clear()
@@ -75,18 +96,20 @@ class Job:
     def module_mode(self, world_size: int) -> Footprint:
         """ZeRO-2: `module=`."""
         plan = self.plan(world_size)
-        return self._sharded(
-            plan,
-            parameters=self._frozen + sum(bucket.nbytes for bucket in plan.training_buckets),
-            gradients=lambda share: share.gradient_nbytes,
-            buffers=self._buffers(plan),
-            reduced=lambda share: share.reduce_nbytes_sent,
-        )
-
-    def _buffers(self, plan: ShardPlan) -> int:
-        """Return the bytes of packed messages, and of the longest bucket before it is packed."""
-        longest = max((bucket.nbytes for bucket in plan.training_buckets), default=0)
-        return sum(pool_sizes(plan, self.policy).values()) + longest if plan.world_size > 1 else 0
+        buckets = [bucket.nbytes for bucket in plan.training_buckets]
+        # Packed messages, and the longest bucket before it is packed.
+        buffers = sum(pool_sizes(plan, self.policy).values()) + max(buckets, default=0)
+        ranks = [
+            _Rank(
+                share.gradient_nbytes,
+                share.master_nbytes,
+                share.state_nbytes,
+                work=share.nbytes,
+                sent=share.reduce_nbytes_sent + share.gather_nbytes_sent,
+            )
+            for share in shares(plan, self.policy, self.state_sizes)
+        ]
+        return _fullest(ranks, self._frozen + sum(buckets), buffers if world_size > 1 else 0)
 
     def drop_in(self, world_size: int) -> Footprint:
         """ZeRO-1 under DDP, without `module=`."""
@@ -96,68 +119,45 @@ class Job:
             for bucket in plan.training_buckets
             for numel in message_lengths(bucket, bucket.dtype.itemsize)
         ]
-        return self._sharded(
-            plan,
-            parameters=self._frozen + self._trained,
-            gradients=lambda share: self._trained,
-            buffers=max(
-                max(messages, default=0) * min(2, len(messages)) if world_size > 1 else 0,
-                self._longest,
-            ),
-            reduced=lambda share: 2 * self._ring(world_size, self._wire),
-        )
-
-    def _sharded(
-        self,
-        plan: ShardPlan,
-        parameters: int,
-        gradients: Callable[[Share], int],
-        buffers: int,
-        reduced: Callable[[Share], int],
-    ) -> Footprint:
-        each = shares(plan, self.policy, self.state_sizes)
-        fullest = max(each, key=lambda s: s.master_nbytes + s.state_nbytes + gradients(s))
-        sent = [reduced(share) + share.gather_nbytes_sent for share in each]
-        return Footprint(
-            parameters=parameters,
-            gradients=gradients(fullest),
-            masters=fullest.master_nbytes,
-            state=fullest.state_nbytes,
-            buffers=buffers,
-            imbalance=_imbalance([share.nbytes for share in each]),
-            sent=round(fmean(sent)),
-            sent_most=max(sent),
-        )
+        packed = max(messages, default=0) * min(2, len(messages)) if world_size > 1 else 0
+        sent = 2 * self._ring(world_size, self._wire)
+        ranks = [
+            _Rank(
+                self._trained,
+                share.master_nbytes,
+                share.state_nbytes,
+                work=share.nbytes,
+                sent=sent + share.gather_nbytes_sent,
+            )
+            for share in shares(plan, self.policy, self.state_sizes)
+        ]
+        return _fullest(ranks, self._frozen + self._trained, max(packed, self._longest))
 
     def ddp(self, world_size: int) -> Footprint:
         """DDP with the whole optimizer on every rank."""
         masters = sum(map(self._master, self.specs))
         state = sum(map(self._state, range(len(self.specs))))
-        return self._under_ddp(masters, state, 1.0, 2 * self._ring(world_size, self._wire))
-
-    def _under_ddp(self, masters: int, state: int, imbalance: float, sent: int) -> Footprint:
-        everything = self._frozen + self._trained
-        return Footprint(
-            everything, self._trained, masters, state, self._longest, imbalance, sent, sent
-        )
+        sent = 2 * self._ring(world_size, self._wire)
+        every = _Rank(self._trained, masters, state, work=1, sent=sent)
+        return _fullest([every], self._frozen + self._trained, self._longest)
 
     def torch_zero(self, world_size: int) -> Footprint:
         """Torch's `ZeroRedundancyOptimizer` under DDP, with its greedy placement."""
-        numels, masters, states = ([0] * world_size for _ in range(3))
+        # Each owner broadcasts its parameters, which the other ranks pass on.
+        sent = 2 * self._ring(world_size, self._wire) + self._ring(world_size, self._trained)
+        ranks = [_Rank(self._trained, 0, 0, work=0, sent=sent)] * world_size
         loads = [(0, rank) for rank in range(world_size)]
         for group in sorted({spec.group for spec in self.specs}):
             own = [index for index, spec in enumerate(self.specs) if spec.group == group]
             # The largest first, to the rank with the fewest elements.
             for index in sorted(own, key=lambda index: -self.specs[index].numel):
                 load, rank = heapq.heappop(loads)
-                heapq.heappush(loads, (load + self.specs[index].numel, rank))
-                numels[rank] += self.specs[index].numel
-                masters[rank] += self._master(self.specs[index])
-                states[rank] += self._state(index)
-        fullest = max(range(world_size), key=lambda rank: masters[rank] + states[rank])
-        # Each owner broadcasts its parameters, which the other ranks pass on.
-        sent = 2 * self._ring(world_size, self._wire) + self._ring(world_size, self._trained)
-        return self._under_ddp(masters[fullest], states[fullest], _imbalance(numels), sent)
+                load += self.specs[index].numel
+                heapq.heappush(loads, (load, rank))
+                masters = ranks[rank].masters + self._master(self.specs[index])
+                state = ranks[rank].state + self._state(index)
+                ranks[rank] = _Rank(self._trained, masters, state, work=load, sent=sent)
+        return _fullest(ranks, self._frozen + self._trained, self._longest)
 
     def fsdp2(self, world_size: int) -> Footprint:
         """FSDP2 with one unit per block, resharded after forward.
@@ -252,8 +252,3 @@ def fewest_ranks(method: Callable[[int], Footprint], memory: int) -> int | None:
         else:
             low = middle + 1
     return high
-
-
-def _imbalance(held: Sequence[int]) -> float:
-    mean = fmean(held)
-    return max(held) / mean if mean else 1.0

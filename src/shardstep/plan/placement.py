@@ -109,6 +109,12 @@ class Bucket:
         """Return the interval of the buffer that `group_rank` owns."""
         return Interval(self.cuts[group_rank], self.cuts[group_rank + 1])
 
+    def owner(self, offset: int) -> int:
+        """Return the rank whose segment has the element at `offset`."""
+        if isinstance(self.cuts, range):
+            return offset // self.cuts.step
+        return bisect.bisect_right(self.cuts, offset) - 1
+
     def pieces(self, group_rank: int) -> Iterator[Piece]:
         """Yield the pieces in `group_rank`'s segment, by ascending offset."""
         for number, held in self.slots_in(self.segment(group_rank)):

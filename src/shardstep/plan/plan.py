@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -97,8 +96,8 @@ class ShardPlan:
                 _require(fits, spec, f"lies in a {bucket.dtype} bucket on {bucket.device}")
                 _require(spec.trainable is not bucket.frozen, spec, "lies in the wrong bucket")
                 if spec.layout == "whole":
-                    owner = bisect_right(bucket.cuts, slot.bucket_offset) - 1
-                    _require(end <= bucket.cuts[owner + 1], spec, "is cut in two")
+                    owner = bucket.owner(slot.bucket_offset)
+                    _require(end <= bucket.segment(owner).stop, spec, "is cut in two")
         for index, spec in enumerate(self.specs):
             _require(index in seen, spec, "is placed nowhere")
 

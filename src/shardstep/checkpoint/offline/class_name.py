@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from shardstep.checkpoint.files import CheckpointError
+from shardstep.layouts.cost import try_state
 from shardstep.layouts.recipe import OptimizerRecipe
-from shardstep.layouts.state_size import try_state
 from shardstep.local.multi_class import CLASS_KEY, full_name, split_options
 
 SHAPES = ((4, 4), (4,))
