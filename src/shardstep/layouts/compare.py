@@ -13,7 +13,6 @@ from itertools import pairwise, permutations, zip_longest
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardstep.layouts.recipe import OptimizerRecipe
@@ -38,11 +37,8 @@ from shardstep.plan import Interval
 DECIDED = 12
 """Steps after which a class that is not element-wise is not compared further."""
 
-COUNTED_STEP = 1
-"""The step in which torch calls are counted. The first may do work that a process does once."""
-
-MANY_CALLS = 300
-"""Calls in one step on two small matrices from which a class counts as slow."""
+GUARDED = 2
+"""The first steps, in which collectives are refused. Later ones are not slowed down by a mode."""
 
 
 @dataclass(slots=True)
@@ -52,14 +48,12 @@ class Comparison:
     Attributes:
         sliced: the difference between slices and tensors together.
         moved: True if any parameter changed.
-        slow: True if a step makes many calls. Times would differ between ranks.
         global_state: True if the class keeps state that belongs to no parameter.
         failure: the error of a step with all tensors together.
     """
 
     sliced: Difference | None = None
     moved: bool = False
-    slow: bool = False
     global_state: bool = False
     failure: TrialFailed | None = None
 
@@ -88,15 +82,10 @@ def _compare(trial: Trial, stage: Stage, found: Comparison) -> None:
     slices = _Shared(together, trial, stage, cut(stage.shapes))
     slices.difference = found.sliced
     starts = [param.detach().clone() for param in together.params]
-    counter = _CallCounter()
     for step in range(stage.steps):
         gradients = stage.gradients(step, trial.dtypes)
-        with contextlib.ExitStack() as modes:
-            # Other steps are not slowed down by modes.
-            if step == COUNTED_STEP:
-                modes.enter_context(counter)
-            if step <= COUNTED_STEP:
-                modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
+        guard: Any = _NoCollectives if step < GUARDED else contextlib.nullcontext
+        with guard():
             drew = together.advance(step, gradients)
         if drew and not trial.constants:
             raise DrawsRandomNumbers
@@ -109,7 +98,6 @@ def _compare(trial: Trial, stage: Stage, found: Comparison) -> None:
     slices.compare_rest(cut_state=True)
     apart.compare_rest(cut_state=False)
     found.sliced = slices.difference
-    found.slow = counter.count > MANY_CALLS
     found.global_state = bool(together.global_state)
     if apart.difference is not None:
         raise Coupled(apart.difference)
@@ -188,18 +176,6 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise Coupled(Difference(Cause.COLLECTIVE))
-        return func(*args, **(kwargs or {}))
-
-
-class _CallCounter(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += 1
         return func(*args, **(kwargs or {}))
 
 
