@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.empty_groups import empty_param, fill_empty_groups
-from shardstep.local.multi_class import extras
+from shardstep.local.multi_class import extras, global_state, group_options
 from shardstep.local.train_eval import set_mode, start_training
 from shardstep.params.inputs import check_optimizer
 from shardstep.params.same_bits import same_bits
@@ -327,14 +327,12 @@ class Run:
     @property
     def group_options(self) -> list[dict[str, Any]]:
         """Everything in the groups except for the parameters."""
-        hidden = {"params", "param_names"}
-        return [{k: v for k, v in g.items() if k not in hidden} for g in self.opt.param_groups]
+        return [*map(group_options, self.opt.param_groups)]
 
     @property
     def global_state(self) -> dict[Any, Any]:
         """State that belongs to no parameter."""
-        state = {k: v for k, v in self.opt.state.items() if not isinstance(k, torch.Tensor)}
-        return {**state, **extras(self.opt)}
+        return {**global_state(self.opt), **extras(self.opt)}
 
 
 def part(tensor: torch.Tensor, interval: Interval) -> torch.Tensor:

@@ -19,6 +19,7 @@ from shardstep.local.multi_class import (
     NO_OPTIONS,
     PER_PARAMETER,
     MultiClass,
+    global_state,
     optimizer_name,
     parts_of,
 )
@@ -237,7 +238,7 @@ class LocalOptimizer:
 
     def global_state(self) -> dict[Any, Any]:
         """Return the state that belongs to no parameter."""
-        return _global_state(self.optim)
+        return global_state(self.optim)
 
     def adopt(self, params: ShardedParams, states: Mapping[int, Any]) -> None:
         """Step on other pieces from now on, with their state and with groups that were added."""
@@ -295,7 +296,7 @@ class LocalOptimizer:
         copies = [{i: _copy(t) for i, t in own.items() if i in params} for own in self._held()]
         twin = self._twin(copies, step)
         states = {i: twin.state.get(copy) for own in copies for i, copy in own.items()}
-        return {i: state for i, state in states.items() if state}, _global_state(twin)
+        return {i: state for i, state in states.items() if state}, global_state(twin)
 
     def _step_error(self, held: Sequence[Held]) -> Exception | None:
         """Return the exception of a twin's first step on these tensors."""
@@ -355,10 +356,6 @@ def _without_global_hooks() -> Iterator[None]:
     finally:
         for hooks, before in kept:
             hooks.update(before)  # another thread may have put its own back
-
-
-def _global_state(optim: Optimizer) -> dict[Any, Any]:
-    return {k: v for k, v in optim.state.items() if not isinstance(k, torch.Tensor)}
 
 
 def _copy(tensor: torch.Tensor) -> torch.nn.Parameter:
