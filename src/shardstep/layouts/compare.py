@@ -78,9 +78,8 @@ def compare(trial: Trial, stage: Stage, sliced: Difference | None = None) -> Com
 def _compare(trial: Trial, stage: Stage, found: Comparison) -> None:
     entire = [(n, Interval(0, torch.Size(shape).numel())) for n, shape in enumerate(stage.shapes)]
     together = Run(trial, stage, entire, seed=True)
-    apart = _Shared(together, trial, stage, [[each] for each in entire])
-    slices = _Shared(together, trial, stage, cut(stage.shapes))
-    slices.difference = found.sliced
+    apart = _Shared(together, [[each] for each in entire])
+    slices = _Shared(together, cut(stage.shapes), found.sliced)
     starts = [param.detach().clone() for param in together.params]
     for step in range(stage.steps):
         gradients = stage.gradients(step, trial.dtypes)
@@ -104,32 +103,31 @@ def _compare(trial: Trial, stage: Stage, found: Comparison) -> None:
 
 
 class _Shared:
-    """Optimizers that share the work of one, each on one of `held`, up to the first difference."""
+    """Optimizers that share the work of `together`, each on one of `held`.
+
+    They are compared with it up to the first difference, which may be known from the start.
+    """
 
     def __init__(
-        self, together: Run, trial: Trial, stage: Stage, held: Sequence[Sequence[Part]]
+        self, together: Run, held: Sequence[Sequence[Part]], difference: Difference | None = None
     ) -> None:
         self._together = together
-        self._trial = trial
-        self._stage = stage
         self._held = held
         self._runs: list[Run] = []
-        self.difference: Difference | None = None
+        self.difference = difference
 
     def advance(self, step: int, gradients: Gradients) -> None:
         """Take the step that `together` has just taken, and compare parameters."""
         if self.difference is not None:
             return
+        trial, stage, whole = self._together.trial, self._together.stage, self._together.params
         try:
             if not self._runs:
-                self._runs = [
-                    Run(self._trial, self._stage, parts, seed=self._trial.constants)
-                    for parts in self._held
-                ]
-            for run, parts in zip(self._runs, self._held, strict=True):
+                self._runs = [Run(trial, stage, parts, trial.constants) for parts in self._held]
+            for run in self._runs:
                 run.advance(step, gradients)
-                for param, (number, interval) in zip(run.params, parts, strict=True):
-                    if not same_bits(param, part(self._together.params[number], interval)):
+                for param, (number, interval) in zip(run.params, run.parts, strict=True):
+                    if not same_bits(param, part(whole[number], interval)):
                         self.difference = Difference(Cause.PARAMETER, f"from step {step + 1}")
                         return
         except TrialFailed as failure:
@@ -142,15 +140,10 @@ class _Shared:
             self.difference = self._differing_state(cut_state) or self._differing_options()
 
     def _differing_state(self, cut_state: bool) -> Difference | None:
-        for number, shape in enumerate(self._stage.shapes):
-            pieces = [
-                (run.state(position), tuple(run.params[position].shape))
-                for run, parts in zip(self._runs, self._held, strict=True)
-                for position, (tensor, _) in enumerate(parts)
-                if tensor == number
-            ]
-            states, shapes = [state for state, _ in pieces], [shape for _, shape in pieces]
-            whole = self._together.state(number)
+        for number in range(len(self._together.params)):
+            [(whole, shape)] = self._together.states(number)
+            pieces = [piece for run in self._runs for piece in run.states(number)]
+            states, shapes = zip(*pieces, strict=True)
             if not (fits(whole, states, shape, shapes) if cut_state else same(whole, *states)):
                 return Difference(Cause.STATE)
         return None
