@@ -173,7 +173,10 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def cut(shapes: Sequence[tuple[int, ...]]) -> list[list[Part]]:
-    """Cut each tensor but small ones in two. A rank holds the second half of one and the next."""
+    """Cut every tensor that is not small in two. Return the parts that each rank holds.
+
+    A rank holds the second half of one tensor and the first half of the next.
+    """
     held: list[list[Part]] = [[]]
     for number, shape in enumerate(shapes):
         numel = torch.Size(shape).numel()
