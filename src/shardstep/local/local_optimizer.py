@@ -379,7 +379,7 @@ class LocalState(dict[torch.Tensor, Any]):
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError("the state is sharded across ranks; set it with load_state_dict()")
 
-    __setitem__ = __delitem__ = pop = popitem = setdefault = update = _refuse
+    __setitem__ = __delitem__ = __ior__ = pop = popitem = setdefault = update = _refuse
 
     def __bool__(self) -> bool:
         # The same on every rank, also on one that owns nothing: torch's state dict functions take a
