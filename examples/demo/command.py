@@ -22,8 +22,8 @@ from demo.picture import draw
 from demo.record import EQUAL, DemoConfig, DemoRecord, RankRecord, Spread
 from demo.run import MODULE, RUNS, UNSHARDED, WARMUP_STEPS, RoundDone, run_demo
 from shardstep.cli.flags import App
-from shardstep.cli.output_files import output_file, output_png
-from shardstep.cli.progress import Bars
+from shardstep.cli.option_values import output_file, output_png
+from shardstep.cli.reporting import Bars
 
 app = App(add_completion=False, pretty_exceptions_show_locals=False)
 

@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 from shardstep import ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
 from shardstep.cli.app import app
-from shardstep.cli.errors import printable
-from shardstep.cli.progress import byte_progress
+from shardstep.cli.reporting import byte_progress, printable
 
 
 def shardstep(*args: object) -> Any:
@@ -304,7 +303,7 @@ def test_long_stages_are_lines_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None
     with byte_progress(Console(file=text), "reading") as stages:
         stages("checking", 2000)(1500)
     assert text.getvalue() == "", "short work says nothing"
-    monkeypatch.setattr("shardstep.cli.progress.SECONDS_BETWEEN_LINES", 0.01)
+    monkeypatch.setattr("shardstep.cli.reporting.SECONDS_BETWEEN_LINES", 0.01)
 
     def until(shown: str) -> None:
         while shown not in text.getvalue():

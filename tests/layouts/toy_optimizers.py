@@ -160,25 +160,6 @@ NoisyTrust = by_direction("NoisyTrust", lambda p, g: trust(p, g.add_(torch.rand_
 StartsLate = skipping("StartsLate", lambda self: self.taken <= 10)
 
 
-class Laborious(TrustRatio):  # type: ignore[misc, valid-type]
-    """Calls torch a thousand times in a step."""
-
-    def before(self) -> None:
-        for grad in 1000 * self.grads:
-            grad.abs()
-
-
-class LaboriousLateClip(Laborious):
-    """Divides by the norm of all gradients from its tenth step on."""
-
-    first = 10
-
-    def before(self) -> None:
-        super().before()
-        if self.taken >= self.first:
-            self.normalise(self.grads)
-
-
 class FirstDecides(Simple):
     """Skips a group if its first parameter has no gradient."""
 
@@ -442,11 +423,6 @@ def finite(self: Simple) -> bool:
     return all(bool(grad.isfinite().all()) for grad in self.grads)
 
 
-def laborious_skip(self: Simple) -> bool:
-    Laborious.before(self)  # type: ignore[arg-type]
-    return not finite(self)
-
-
 def divide_late(self: Simple) -> None:
     if self.taken > 30 and self.grads:
         torch._foreach_div_(self.grads, float(len(self.grads)))
@@ -466,7 +442,7 @@ VERDICTS: dict[str, list[Any]] = {
         refusing("RefusesInfinite", lambda g: not g.isfinite().all()),
     ],
     "per tensor": [
-        *(ScalesToEvaluate, TrustRatio, LateTurn, Laborious, Hoarder),
+        *(ScalesToEvaluate, TrustRatio, LateTurn, Hoarder),
         *(MatricesOnly, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam),
         (TrustRatio, {"lr": 0.0}),
         (TrustRatio, {"lr": torch.tensor(0.0)}),
@@ -492,26 +468,25 @@ VERDICTS: dict[str, list[Any]] = {
         by_direction("NormAtZero", lambda p, g: g if p.any() else g / g.norm()),
     ],
     "coupled": [
-        *(LaboriousLateClip, GlobalClip, GroupNorm, GroupNormOfMatrices, GroupNormForMatrices),
+        *(GlobalClip, GroupNorm, GroupNormOfMatrices, GroupNormForMatrices),
         *(StopsAtZero, SkipsSpikes, Stacked, Distance, CountsByParameter, CountsItsParameters),
         *(EvaluatesTwice, MovesThenEvaluates, MovesIfItMayEvaluate, torch.optim.LBFGS),
         *(FirstDecides, StopsAtMissing, GroupNormOfThree),
         (torch.optim.LBFGS, {"max_iter": 1}),
-        toy("LaboriousClip", LaboriousLateClip, first=1),
-        toy("LaboriousCount", CountsByParameter, Laborious),
-        toy("LaboriousGroupNorm", GroupNormOfMatrices, Laborious),
-        toy("LaboriousStack", Stacked, Laborious),
-        skipping("LaboriousSkip", laborious_skip, TrustRatio),
-        skipping("LaboriousSkipOfMatrices", laborious_skip, MatricesOnly),
-        toy("LaboriousStop", StopsAtZero, Laborious),
+        toy("TrustAndCount", CountsByParameter, TrustRatio),
+        toy("TrustAndGroupNorm", GroupNormOfMatrices, TrustRatio),
+        toy("TrustAndStack", Stacked, TrustRatio),
+        toy("TrustAndStop", StopsAtZero, TrustRatio),
+        skipping("TrustAndSkip", lambda self: not finite(self), TrustRatio),
         toy("LateCount", before=divide_late),
         by_norm_of("LateClip", lambda self, grad: self.taken > 30),
-        by_norm_of("TrustThenClip", lambda self, grad: self.taken > 10, TrustRatio),
+        by_norm_of("TrustThenClip", lambda self, grad: self.taken > 9, TrustRatio),
         by_norm_of("NormOfLarge", lambda self, grad: grad.numel() > 4096),
         by_norm_of("NormOfMedium", lambda self, grad: grad.numel() > 500),
         by_norm_of("NormButOfMatrices", lambda self, grad: grad.dim() != 2),
         skipping("SkipsIfInfinite", lambda self: not finite(self)),
         skipping("SkipsMatricesIfInfinite", lambda self: not finite(self), OnlyMatrices),
+        skipping("SkipsOnlyMatrices", lambda self: not finite(self), MatricesOnly),
     ],
     "element-wise and random": [
         *(Noisy, NoiseNowAndThen),

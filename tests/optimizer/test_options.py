@@ -255,6 +255,9 @@ def test_the_state_of_a_rank_is_seen_under_the_users_parameters() -> None:
         assert param not in opt.state or entry["exp_avg"].shape == param.shape
     with pytest.raises(TypeError):
         opt.state = {params[0]: {}}
+    for change in ("__setitem__", "setdefault", "update", "pop"):
+        with pytest.raises(TypeError, match=r"load_state_dict"):
+            getattr(opt.state, change)(params[0], {})
     opt.state = {}
     assert not len(opt.state)
     assert not len(opt.optim.state)

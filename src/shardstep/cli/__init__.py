@@ -1,4 +1,4 @@
-"""The command `shardstep`: its entry point, which needs nothing beyond Python to say what lacks."""
+"""The entry point of the command `shardstep`. It names the packages that are missing."""
 
 from __future__ import annotations
 

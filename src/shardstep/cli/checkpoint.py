@@ -16,9 +16,9 @@ from rich.text import Text
 
 from shardstep import checkpoint as ckpt
 from shardstep.checkpoint.offline.export import Form
-from shardstep.cli.errors import printable, reporting
 from shardstep.cli.flags import App
-from shardstep.cli.units import parse_nbytes
+from shardstep.cli.option_values import parse_nbytes
+from shardstep.cli.reporting import printable, reporting
 from shardstep.plan import Layout
 
 app = App(help="Inspect, verify, reshard, export and import checkpoints.")

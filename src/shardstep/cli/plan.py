@@ -13,10 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardstep.cli.errors import reporting
-from shardstep.cli.output_files import output_png
+from shardstep.cli.option_values import output_png, parse_nbytes, parse_rate
 from shardstep.cli.plan_inputs import Precision, import_model, make_job, read_model
-from shardstep.cli.units import parse_nbytes, parse_rate
+from shardstep.cli.reporting import reporting
 from shardstep.plan import ParamSpec
 from shardstep.plan.methods import MAX_RANKS, Footprint, Job, fewest_ranks
 from shardstep.plan.models import MODELS, model

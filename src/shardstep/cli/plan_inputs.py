@@ -117,7 +117,7 @@ def make_job(
 
     @cache
     def state_size(group: int, whole: tuple[int, ...] | None, dtype: torch.dtype) -> StateSize:
-        recipe = layouts.recipes[group]
+        recipe = layouts.choices[group].recipe
         return slice_state(recipe, dtype) if whole is None else tensor_state(recipe, whole, dtype)
 
     sizes = []

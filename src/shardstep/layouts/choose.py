@@ -37,8 +37,9 @@ ELEMENT_WISE: frozenset[Any] = frozenset(getattr(torch.optim, name) for name in 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A layout, its reason, and the verdict of the probe if there was one."""
+    """A layout for a class, its reason, and the verdict of the probe if there was one."""
 
+    recipe: OptimizerRecipe
     layout: Layout
     why: str
     verdict: Verdict | None = None
@@ -51,8 +52,7 @@ class Layouts:
     """The layouts of an optimizer's parameter groups; `recipe` is for groups that name no class.
 
     Attributes:
-        recipes: the class of each group, with the options that the group had at first.
-        choices: the layout of each group.
+        choices: the layout of each group, and its class with the options that it had at first.
     """
 
     def __init__(
@@ -62,32 +62,35 @@ class Layouts:
         self.recipe = recipe
         self._world_size = world_size
         self.precision = precision
-        self.recipes: list[OptimizerRecipe] = []
         self._costs: dict[tuple[int, tuple[int, ...]], int] = {}
         self.choices: list[Choice] = []
 
     def apply(self, groups: Groups, specs: Sequence[ParamSpec]) -> list[ParamSpec]:
         """Return the parameters with their layouts and costs. Raise if a class has no layout."""
-        for group in groups[len(self.recipes) :]:
-            # Read once: constructing the optimizer adds options to the groups.
-            self.recipes.append(self._recipe(group))
+        # Read once: constructing the optimizer adds options to the groups.
+        recipes = [choice.recipe for choice in self.choices]
+        recipes += map(self._recipe, groups[len(recipes) :])
         self.choices = [
             self._choose(recipe, group["params"], self._world_size)
-            for recipe, group in zip(self.recipes, groups, strict=True)
+            for recipe, group in zip(recipes, groups, strict=True)
         ]
         several_classes = any(CLASS_KEY in group for group in groups)
-        for recipe, choice in zip(self.recipes, self.choices, strict=True):
+        for choice in self.choices:
             if several_classes and choice.verdict is not None and choice.verdict.global_state:
                 raise ValueError(
-                    f"{recipe.name} keeps state that belongs to no parameter, which several "
+                    f"{choice.recipe.name} keeps state that belongs to no parameter, which several "
                     "classes in one optimizer cannot share; use it alone"
                 )
         for spec, param in zip(specs, parameters(groups), strict=True):
-            if self.choices[spec.group].layout == "whole" and num_parts(param) > 1:
-                refuse_part(spec.name, param, self.recipes[spec.group].name)
-        layouts = [choice.layout for choice in self.choices]
+            choice = self.choices[spec.group]
+            if choice.layout == "whole" and num_parts(param) > 1:
+                refuse_part(spec.name, param, choice.recipe.name)
         return [
-            replace(spec, layout=layouts[spec.group], cost=self._cost(spec.group, spec.shape))
+            replace(
+                spec,
+                layout=self.choices[spec.group].layout,
+                cost=self._cost(spec.group, spec.shape),
+            )
             for spec in specs
         ]
 
@@ -98,17 +101,18 @@ class Layouts:
 
     def refuse_sparse(self) -> None:
         """Raise if a class takes sparse gradients only."""
-        for recipe, choice in zip(self.recipes, self.choices, strict=True):
+        for choice in self.choices:
             different = choice.verdict.difference if choice.verdict else None
             if different is not None and different.cause is Cause.SPARSE:
                 raise ValueError(
-                    f"{recipe.name} takes sparse gradients, and module= reduces dense ones; use a "
-                    "class for dense gradients, or leave out module= and synchronise gradients"
+                    f"{choice.recipe.name} takes sparse gradients, and module= reduces dense ones; "
+                    "use a class for dense gradients, or leave out module= and synchronise "
+                    "gradients"
                 )
 
     def truncate(self, num_groups: int) -> None:
         """Drop all groups but the first `num_groups`."""
-        del self.recipes[num_groups:], self.choices[num_groups:]
+        del self.choices[num_groups:]
         self._costs.clear()
 
     def lines(self) -> list[str]:
@@ -122,11 +126,11 @@ class Layouts:
     def explain(self, groups: Groups) -> list[str]:
         """Return one line per group, for the user. A single rank probes its classes now."""
         lines = []
-        for number, (recipe, choice) in enumerate(zip(self.recipes, self.choices, strict=True)):
+        for number, choice in enumerate(self.choices):
             line = str(choice)
             if self._world_size == 1:
                 try:
-                    several = self._choose(recipe, groups[number]["params"], 2)
+                    several = self._choose(choice.recipe, groups[number]["params"], 2)
                     line = f"{choice.why}; with more ranks, {several}"
                 except Exception as error:
                     line = f"{choice.why}; more ranks are refused: {error}"
@@ -150,7 +154,7 @@ class Layouts:
         if self.choices[group].layout == "sliced" or self._world_size == 1:
             return 0
         if (group, shape) not in self._costs:
-            self._costs[group, shape] = step_cost(self.recipes[group], shape)
+            self._costs[group, shape] = step_cost(self.choices[group].recipe, shape)
         return self._costs[group, shape]
 
 
@@ -171,19 +175,17 @@ def choose(
     asked: Layout | None = None if layout == "auto" else layout  # type: ignore[assignment]
     refuse_per_parameter_options(recipe, params)
     plain = unwrap_partial(recipe.optimizer_class)
-    is_class = isinstance(plain, type)  # a function may make more of a known class
-    element_wise = is_class and plain in ELEMENT_WISE
-    known: Layout | None = getattr(plain, "shardstep_layout", None)
+    is_class = isinstance(plain, type)
+    element_wise = is_class and plain in ELEMENT_WISE  # a function may add hooks to such a class
+    known: Layout | None = "sliced" if element_wise else getattr(plain, "shardstep_layout", None)
     if known is None and world_size > 1 and not is_class:
         known = getattr(recipe.sample(), "shardstep_layout", None)
     if known not in (None, "sliced", "whole"):
         raise ValueError(
             f"{recipe.name}.shardstep_layout must be 'sliced' or 'whole', not {known!r}"
         )
-    if element_wise:
-        known = "sliced"
     if world_size == 1:
-        return Choice(asked or known or "whole", "one rank holds everything")
+        return Choice(recipe, asked or known or "whole", "one rank holds everything")
     if asked == "sliced" and known == "whole":
         raise ValueError(f"{recipe.name} declares that it needs layout='whole', not 'sliced'")
     verdict = None
@@ -196,7 +198,7 @@ def choose(
         known, why = verdict.layout, f"{recipe.name} {verdict.why}"
     if asked is not None and asked != known:
         why = f"asked for with layout={asked!r}"
-    return Choice(asked or known or "whole", why, verdict)
+    return Choice(recipe, asked or known or "whole", why, verdict)
 
 
 def _probe_group(

@@ -13,7 +13,6 @@ from itertools import pairwise, permutations, zip_longest
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardstep.layouts.recipe import OptimizerRecipe
@@ -38,11 +37,8 @@ from shardstep.plan import Interval
 DECIDED = 12
 """Steps after which a class that is not element-wise is not compared further."""
 
-COUNTED_STEP = 1
-"""The step in which torch calls are counted. The first may do work that a process does once."""
-
-MANY_CALLS = 300
-"""Calls in one step on two small matrices from which a class counts as slow."""
+GUARDED = 2
+"""The first steps, in which collectives are refused. Later ones are not slowed down by a mode."""
 
 
 @dataclass(slots=True)
@@ -52,14 +48,12 @@ class Comparison:
     Attributes:
         sliced: the difference between slices and tensors together.
         moved: True if any parameter changed.
-        slow: True if a step makes many calls. Times would differ between ranks.
         global_state: True if the class keeps state that belongs to no parameter.
         failure: the error of a step with all tensors together.
     """
 
     sliced: Difference | None = None
     moved: bool = False
-    slow: bool = False
     global_state: bool = False
     failure: TrialFailed | None = None
 
@@ -84,19 +78,13 @@ def compare(trial: Trial, stage: Stage, sliced: Difference | None = None) -> Com
 def _compare(trial: Trial, stage: Stage, found: Comparison) -> None:
     entire = [(n, Interval(0, torch.Size(shape).numel())) for n, shape in enumerate(stage.shapes)]
     together = Run(trial, stage, entire, seed=True)
-    apart = _Shared(together, trial, stage, [[each] for each in entire])
-    slices = _Shared(together, trial, stage, cut(stage.shapes))
-    slices.difference = found.sliced
+    apart = _Shared(together, [[each] for each in entire])
+    slices = _Shared(together, cut(stage.shapes), found.sliced)
     starts = [param.detach().clone() for param in together.params]
-    counter = _CallCounter()
     for step in range(stage.steps):
         gradients = stage.gradients(step, trial.dtypes)
-        with contextlib.ExitStack() as modes:
-            # Other steps are not slowed down by modes.
-            if step == COUNTED_STEP:
-                modes.enter_context(counter)
-            if step <= COUNTED_STEP:
-                modes.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
+        guard: Any = _NoCollectives if step < GUARDED else contextlib.nullcontext
+        with guard():
             drew = together.advance(step, gradients)
         if drew and not trial.constants:
             raise DrawsRandomNumbers
@@ -109,39 +97,37 @@ def _compare(trial: Trial, stage: Stage, found: Comparison) -> None:
     slices.compare_rest(cut_state=True)
     apart.compare_rest(cut_state=False)
     found.sliced = slices.difference
-    found.slow = counter.count > MANY_CALLS
     found.global_state = bool(together.global_state)
     if apart.difference is not None:
         raise Coupled(apart.difference)
 
 
 class _Shared:
-    """Optimizers that share the work of one, each on one of `held`, up to the first difference."""
+    """Optimizers that share the work of `together`, each on one of `held`.
+
+    They are compared with it up to the first difference, which may be known from the start.
+    """
 
     def __init__(
-        self, together: Run, trial: Trial, stage: Stage, held: Sequence[Sequence[Part]]
+        self, together: Run, held: Sequence[Sequence[Part]], difference: Difference | None = None
     ) -> None:
         self._together = together
-        self._trial = trial
-        self._stage = stage
         self._held = held
         self._runs: list[Run] = []
-        self.difference: Difference | None = None
+        self.difference = difference
 
     def advance(self, step: int, gradients: Gradients) -> None:
         """Take the step that `together` has just taken, and compare parameters."""
         if self.difference is not None:
             return
+        trial, stage, whole = self._together.trial, self._together.stage, self._together.params
         try:
             if not self._runs:
-                self._runs = [
-                    Run(self._trial, self._stage, parts, seed=self._trial.constants)
-                    for parts in self._held
-                ]
-            for run, parts in zip(self._runs, self._held, strict=True):
+                self._runs = [Run(trial, stage, parts, trial.constants) for parts in self._held]
+            for run in self._runs:
                 run.advance(step, gradients)
-                for param, (number, interval) in zip(run.params, parts, strict=True):
-                    if not same_bits(param, part(self._together.params[number], interval)):
+                for param, (number, interval) in zip(run.params, run.parts, strict=True):
+                    if not same_bits(param, part(whole[number], interval)):
                         self.difference = Difference(Cause.PARAMETER, f"from step {step + 1}")
                         return
         except TrialFailed as failure:
@@ -154,15 +140,10 @@ class _Shared:
             self.difference = self._differing_state(cut_state) or self._differing_options()
 
     def _differing_state(self, cut_state: bool) -> Difference | None:
-        for number, shape in enumerate(self._stage.shapes):
-            pieces = [
-                (run.state(position), tuple(run.params[position].shape))
-                for run, parts in zip(self._runs, self._held, strict=True)
-                for position, (tensor, _) in enumerate(parts)
-                if tensor == number
-            ]
-            states, shapes = [state for state, _ in pieces], [shape for _, shape in pieces]
-            whole = self._together.state(number)
+        for number in range(len(self._together.params)):
+            [(whole, shape)] = self._together.states(number)
+            pieces = [piece for run in self._runs for piece in run.states(number)]
+            states, shapes = zip(*pieces, strict=True)
             if not (fits(whole, states, shape, shapes) if cut_state else same(whole, *states)):
                 return Difference(Cause.STATE)
         return None
@@ -191,20 +172,11 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _CallCounter(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def cut(shapes: Sequence[tuple[int, ...]]) -> list[list[Part]]:
-    """Cut each tensor but small ones in two. A rank holds the second half of one and the next."""
+    """Cut every tensor that is not small in two. Return the parts that each rank holds.
+
+    A rank holds the second half of one tensor and the first half of the next.
+    """
     held: list[list[Part]] = [[]]
     for number, shape in enumerate(shapes):
         numel = torch.Size(shape).numel()

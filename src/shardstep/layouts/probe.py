@@ -58,13 +58,6 @@ FEWER = replace(MORE, shapes=MORE.shapes[:-1])
 LARGE = Stage(((144, 176), (131, 131)), steps=7)
 """Above known thresholds: 128 rows or columns, 4,096 elements, multiples of 16 and 256, square."""
 
-IF_SLOW = {
-    MATRICES: Stage(((17, 11), (17, 11)), steps=10),
-    OTHERS: Stage(((99,), (), (6, 5, 3, 3)), steps=3, dealt=True, extreme=True),
-    PLAIN: Stage(((12, 7), (7, 12)), steps=4, extreme=True),
-}
-"""For slow classes that are known to need whole tensors."""
-
 ENOUGH_ELEMENTS = 16_384
 """Tensors for a size among the options have at least so many elements, as `LARGE` has."""
 
@@ -182,11 +175,11 @@ def _judge_random(trial: Trial, numbers: Numbers) -> Verdict:
 def _run_stages(trial: Trial, numbers: Numbers) -> Verdict:
     """Judge one trial by all stages, unless the class fails or draws random numbers."""
     sliced = Difference(Cause.SPARSE) if trial.sparse else None
-    slow = needs_matrices = False
+    needs_matrices = False
 
     def run(stage: Stage, may_fail: bool = False) -> Comparison:
         nonlocal sliced
-        found = compare(trial, IF_SLOW.get(stage, stage) if slow else stage, sliced)
+        found = compare(trial, stage, sliced)
         sliced = found.sliced
         if found.failure is not None and not may_fail:
             raise found.failure
@@ -194,9 +187,9 @@ def _run_stages(trial: Trial, numbers: Numbers) -> Verdict:
 
     try:
         # A class may refuse small tensors, other dimensions or infinities.
-        slow = run(SMALL, may_fail=True).slow and sliced is not None
+        run(SMALL, may_fail=True)
         steps = max(MATRICES.steps, numbers.last_step + BEYOND)
-        matrices = run(MATRICES if slow else replace(MATRICES, steps=steps))
+        matrices = run(replace(MATRICES, steps=steps))
         if not matrices.moved:
             error = RuntimeError(f"no parameter changed in {steps} steps")
             raise TrialFailed(error, constructed=True)

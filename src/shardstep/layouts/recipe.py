@@ -60,7 +60,7 @@ class OptimizerRecipe:
         return self.optimizer_class(given, **_copied(self.defaults, device))
 
     def sample(self) -> Optimizer | None:
-        """Construct an optimizer of one small matrix; None if that raises, as the probe reports."""
+        """Construct an optimizer of one small matrix; None if that raises. The probe says why."""
         with sandbox(self.optimizer_class, _CPU), contextlib.suppress(Exception):
             return self.make([[torch.nn.Parameter(torch.zeros(2, 2))]], _CPU)
         return None

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardstep.layouts.recipe import OptimizerRecipe
 from shardstep.local.empty_groups import empty_param, fill_empty_groups
-from shardstep.local.multi_class import extras
+from shardstep.local.multi_class import extras, global_state, group_options
 from shardstep.local.train_eval import set_mode, start_training
 from shardstep.params.inputs import check_optimizer
 from shardstep.params.same_bits import same_bits
@@ -229,9 +229,9 @@ class Run:
     """
 
     def __init__(self, trial: Trial, stage: Stage, parts: Sequence[Part], seed: bool) -> None:
-        self._trial = trial
-        self._stage = stage
-        self._parts = parts
+        self.trial = trial
+        self.stage = stage
+        self.parts = parts
         self._sources = RandomSources(trial.device) if seed else None
         self._seed(0)
         starts = stage.starts(trial.dtypes)
@@ -266,7 +266,7 @@ class Run:
             moved = moved or not all(map(same_bits, before, self.params))
             self._set_gradients(gradients)
             # It rises and falls: a class may look for either.
-            return torch.full((), (1 + 7 * step % 5) / (1 + step), device=self._trial.device)
+            return torch.full((), (1 + 7 * step % 5) / (1 + step), device=self.trial.device)
 
         with_closure = {"always": True, "never": False, "now and then": step % 3 == 2}
         self._set_gradients(gradients)
@@ -276,7 +276,7 @@ class Run:
                 if step == MODE_STEP and self._has_modes:
                     set_mode(self.opt, "eval")
                     set_mode(self.opt, "train")
-                if with_closure[self._trial.closures]:
+                if with_closure[self.trial.closures]:
                     before += [param.detach().clone() for param in self.params]
                     self.opt.step(closure)  # type: ignore[arg-type]
                 else:
@@ -299,42 +299,44 @@ class Run:
 
     def _placeholders(self, tensors: Gradients) -> dict[int, torch.nn.Parameter]:
         """Return placeholders for empty groups, with a gradient where one of `tensors` is there."""
-        trial, placeholders = self._trial, {}
+        trial, placeholders = self.trial, {}
         for number, group in enumerate(self.opt.param_groups if trial.fill_empty_groups else ()):
             if not group["params"]:
                 every = range(len(tensors))
-                own = [n for n in every if trial.group(self._stage, n) == number] or list(every)
+                own = [n for n in every if trial.group(self.stage, n) == number] or list(every)
                 like = torch.nn.Parameter(
-                    torch.empty(self._stage.shapes[own[0]], device=trial.device)
+                    torch.empty(self.stage.shapes[own[0]], device=trial.device)
                 )
                 has_gradient = any(tensors[n] is not None for n in own)
                 placeholders[number] = empty_param(like, trial.dtypes[0], has_gradient)
         return placeholders
 
     def _set_gradients(self, gradients: Gradients) -> None:
-        for param, (number, interval) in zip(self.params, self._parts, strict=True):
+        for param, (number, interval) in zip(self.params, self.parts, strict=True):
             whole = gradients[number]
             if whole is None:
                 param.grad = None
                 continue
-            grad = part(whole, interval).to(self._trial.device, copy=True)
-            param.grad = _sparse_rows(grad) if self._trial.sparse else grad
+            grad = part(whole, interval).to(self.trial.device, copy=True)
+            param.grad = _sparse_rows(grad) if self.trial.sparse else grad
 
-    def state(self, position: int) -> Any:
-        """Return the state of one of the parameters, or None."""
-        return self.opt.state.get(self.params[position])
+    def states(self, tensor: int) -> list[tuple[Any, tuple[int, ...]]]:
+        """Return state and shape of each part of a tensor here; None for no state."""
+        return [
+            (self.opt.state.get(param), tuple(param.shape))
+            for param, (number, _) in zip(self.params, self.parts, strict=True)
+            if number == tensor
+        ]
 
     @property
     def group_options(self) -> list[dict[str, Any]]:
         """Everything in the groups except for the parameters."""
-        hidden = {"params", "param_names"}
-        return [{k: v for k, v in g.items() if k not in hidden} for g in self.opt.param_groups]
+        return [*map(group_options, self.opt.param_groups)]
 
     @property
     def global_state(self) -> dict[Any, Any]:
         """State that belongs to no parameter."""
-        state = {k: v for k, v in self.opt.state.items() if not isinstance(k, torch.Tensor)}
-        return {**state, **extras(self.opt)}
+        return {**global_state(self.opt), **extras(self.opt)}
 
 
 def part(tensor: torch.Tensor, interval: Interval) -> torch.Tensor:

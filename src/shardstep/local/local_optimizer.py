@@ -19,6 +19,7 @@ from shardstep.local.multi_class import (
     NO_OPTIONS,
     PER_PARAMETER,
     MultiClass,
+    global_state,
     optimizer_name,
     parts_of,
 )
@@ -238,7 +239,7 @@ class LocalOptimizer:
 
     def global_state(self) -> dict[Any, Any]:
         """Return the state that belongs to no parameter."""
-        return _global_state(self.optim)
+        return global_state(self.optim)
 
     def adopt(self, params: ShardedParams, states: Mapping[int, Any]) -> None:
         """Step on other pieces from now on, with their state and with groups that were added."""
@@ -296,7 +297,7 @@ class LocalOptimizer:
         copies = [{i: _copy(t) for i, t in own.items() if i in params} for own in self._held()]
         twin = self._twin(copies, step)
         states = {i: twin.state.get(copy) for own in copies for i, copy in own.items()}
-        return {i: state for i, state in states.items() if state}, _global_state(twin)
+        return {i: state for i, state in states.items() if state}, global_state(twin)
 
     def _step_error(self, held: Sequence[Held]) -> Exception | None:
         """Return the exception of a twin's first step on these tensors."""
@@ -358,10 +359,6 @@ def _without_global_hooks() -> Iterator[None]:
             hooks.update(before)  # another thread may have put its own back
 
 
-def _global_state(optim: Optimizer) -> dict[Any, Any]:
-    return {k: v for k, v in optim.state.items() if not isinstance(k, torch.Tensor)}
-
-
 def _copy(tensor: torch.Tensor) -> torch.nn.Parameter:
     """Return a parameter with the same values, and a gradient of zeros."""
     copy = torch.nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
@@ -383,7 +380,7 @@ class LocalState(dict[torch.Tensor, Any]):
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError("the state is sharded across ranks; set it with load_state_dict()")
 
-    __setitem__ = __delitem__ = pop = popitem = setdefault = update = _refuse
+    __setitem__ = __delitem__ = __ior__ = pop = popitem = setdefault = update = _refuse
 
     def __bool__(self) -> bool:
         # The same on every rank, also on one that owns nothing: torch's state dict functions take a

@@ -283,6 +283,11 @@ def _select_groups(state_dict: Mapping[str, Any], numbers: Sequence[int]) -> dic
     return {"state": state, "param_groups": groups}
 
 
+def global_state(opt: Optimizer) -> dict[Any, Any]:
+    """Return the state that belongs to no parameter."""
+    return {key: value for key, value in opt.state.items() if not isinstance(key, torch.Tensor)}
+
+
 def extras(opt: Optimizer) -> dict[str, Any]:
     """Return the entries that a class adds to its state dict, such as counters."""
     if type(opt).state_dict is Optimizer.state_dict:

@@ -17,7 +17,7 @@ MODES = ("train", "eval")
 
 
 def has_train_eval(opt: Optimizer) -> bool:
-    """Return whether `opt`, or one of its parts, has both modes."""
+    """Return True if `opt`, or one of its parts, has both modes."""
     return any(map(_has_both, parts_of(opt)))
 
 
@@ -29,7 +29,7 @@ def set_mode(opt: Optimizer, mode: str, /, *args: Any, **kwargs: Any) -> None:
 
 
 def start_training(opt: Optimizer) -> bool:
-    """Switch `opt` to training. Return whether it has modes that work.
+    """Switch `opt` to training. Return True if it has modes that work.
 
     A wrapper may forward the call to an inner optimizer without modes, which raises.
     """

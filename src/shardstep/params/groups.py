@@ -39,9 +39,9 @@ def describe_edit(
     params: Sequence[torch.Tensor],
     names: Sequence[str],
 ) -> str:
-    """Return an error: groups have these parameters, in place of `params` in groups of `lengths`.
+    """Return the error for groups that have `lists` of parameters now.
 
-    The plan places the parameters that there were when it was made.
+    The plan was made for `params`, with these `names`, in groups of these `lengths`.
     """
     known, there = {id(param) for param in params}, {id(param) for held in lists for param in held}
     gone = [name for param, name in zip(params, names, strict=True) if id(param) not in there]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from shardstep.params.dtensor import check_placements, local_part
 from shardstep.params.flat import is_dense
@@ -90,14 +91,8 @@ class ParamsArgument:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The parameters, except for those in groups that can be read once only."""
-        found: list[torch.Tensor] = []
-        for item in self._items:
-            inner = item.get("params") if isinstance(item, dict) else [item]
-            for each in inner if isinstance(inner, (list, tuple)) else [inner]:
-                tensor = each[1] if isinstance(each, tuple) and len(each) == 2 else each
-                if isinstance(tensor, torch.Tensor):
-                    found.append(tensor)
-        return found
+        given = [item.get("params") if isinstance(item, dict) else item for item in self._items]
+        return [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
 
 
 def parameters(groups: Groups) -> list[torch.Tensor]:

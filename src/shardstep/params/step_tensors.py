@@ -145,15 +145,9 @@ class Masters(StepTensors):
 
     def _add_run(self, wide: torch.Tensor, narrow: torch.Tensor) -> None:
         """Append a piece as a run, or extend the last run if both tensors follow it in memory."""
-        if self._runs:
-            last = self._runs[-1]
-            if all(map(_follows, last, (wide, narrow))):
-                numel = last[0].numel() + wide.numel()
-                self._runs[-1] = (
-                    last[0].as_strided((numel,), (1,)),
-                    last[1].as_strided((numel,), (1,)),
-                )
-                return
+        if self._runs and all(map(_follows, self._runs[-1], (wide, narrow))):
+            numel = self._runs[-1][0].numel() + wide.numel()
+            wide, narrow = (each.as_strided((numel,), (1,)) for each in self._runs.pop())
         self._runs.append((wide, narrow))
 
     @override

@@ -79,7 +79,11 @@ def shares(
         itemsize, wire = bucket.dtype.itemsize, policy.wire_dtype(bucket.dtype).itemsize
         wide = policy.step_dtype(bucket.dtype)
         reduced.add(0, world_size, bucket.numel * wire)
-        for first, stop, length in _segments(bucket):
+        segments = [(0, world_size, bucket.cuts[1])]
+        if not bucket.even:  # each parameter with its padding
+            owners = [(bucket.owner(slot.bucket_offset), slot) for slot in bucket.slots]
+            segments = [(owner, owner + 1, slot.footprint.numel) for owner, slot in owners]
+        for first, stop, length in segments:
             gradients.add(first, stop, length * wide.itemsize)
             gathered.add(first, stop, length * itemsize * others)
             reduced.add(first, stop, -length * wire)
@@ -99,16 +103,6 @@ def shares(
 def share(plan: ShardPlan, group_rank: int, policy: MixedPrecision | None = None) -> Share:
     """Return the share of one rank, without state."""
     return shares(plan, policy)[group_rank]
-
-
-def _segments(bucket: Bucket) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of ranks, first and stop, with the length of each one's segment."""
-    if isinstance(bucket.cuts, range):
-        yield 0, len(bucket.cuts) - 1, bucket.cuts.step
-        return
-    for slot in bucket.slots:
-        owner = bucket.owner(slot.bucket_offset)
-        yield owner, owner + 1, slot.footprint.numel
 
 
 def _holdings(bucket: Bucket) -> Iterator[tuple[int, int, int, int]]:

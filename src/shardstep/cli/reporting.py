@@ -1,11 +1,17 @@
-"""Progress of long work: bars in a terminal, a line every few seconds elsewhere."""
+"""Progress, warnings and errors of a command, on stderr.
+
+Long work has bars in a terminal, and a line every few seconds elsewhere.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
+from typing import Any
 
+import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -18,8 +24,10 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from shardstep.checkpoint.files import CheckpointError, Stages
 from shardstep.checkpoint.files import Progress as OnBytes
-from shardstep.checkpoint.files import Stages
+
+ERRORS = (CheckpointError, OSError, ValueError, TypeError, RuntimeError, MemoryError)
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -90,3 +98,37 @@ def byte_progress(console: Console, doing: str) -> Iterator[Stages]:
             return lambda done: bars.advance(task, done)
 
         yield add_bar
+
+
+def printable(value: Any) -> str:
+    """Return a value as text without characters that control a terminal."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in str(value)
+    )
+
+
+@contextmanager
+def reporting(doing: str = "working") -> Iterator[Stages]:
+    """Show progress and warnings; on an error, print one line and exit with 1.
+
+    Yield a function that adds a bar, given a word and a number of bytes. Until it is called, a
+    bar without an end shows `doing`.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            with byte_progress(Console(stderr=True), doing) as stages:
+                yield stages
+        except BrokenPipeError:
+            raise  # `| head` is no error; click ends the command
+        except ERRORS as error:
+            text = str(error)
+            if isinstance(error, OSError) and error.filename and error.strerror:
+                text = f"{error.filename}: {error.strerror}"
+            message = printable(" ".join(text.split())) or type(error).__name__
+            typer.echo(f"error: {message}", err=True)
+            raise typer.Exit(1) from None
+    for warning in caught:
+        if issubclass(warning.category, UserWarning):
+            typer.echo(f"note: {printable(warning.message)}", err=True)

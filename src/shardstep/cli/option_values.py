@@ -1,8 +1,11 @@
-"""Numbers with units on the command line."""
+"""Values of options, read and checked before a command begins: numbers with units, output files."""
 
 from __future__ import annotations
 
+import os
 import re
+from importlib.util import find_spec
+from pathlib import Path
 
 import typer
 
@@ -30,3 +33,24 @@ def _parse(pattern: re.Pattern[str], text: str, meant: str) -> int:
     if value < 1:
         raise typer.BadParameter(f"expected {meant}, not {text!r}")
     return value
+
+
+def output_file(text: str) -> Path:
+    """Return the path of a file that can be written."""
+    is_new = not os.path.lexists(text)
+    try:
+        open(text, "ab").close()
+        if is_new:
+            os.unlink(text)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {text} ({error.strerror})") from None
+    return Path(text)
+
+
+def output_png(text: str) -> Path:
+    """Return the path of a picture that can be drawn."""
+    if not text.lower().endswith(".png"):
+        raise typer.BadParameter(f"expected a name that ends with .png, not {text!r}")
+    if find_spec("matplotlib") is None:
+        raise typer.BadParameter('matplotlib is missing: pip install "shardstep[bench]"')
+    return output_file(text)
