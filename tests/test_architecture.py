@@ -27,6 +27,7 @@ ORDER = (
     "layouts",
     "state",
     "report",
+    "pipeline",
     "modes",
     "optimizer",
     "elastic",

@@ -20,12 +20,12 @@ from shardstep.gradients.lockstep import Lockstep
 from shardstep.layouts.choose import Layouts
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
-from shardstep.modes.pipeline import Pipeline, Stepper
 from shardstep.modes.planner import Planned, Planner
 from shardstep.params.inputs import describe_options, parameters
 from shardstep.params.module import ModuleBuffers, ModuleWatch
 from shardstep.params.names import names_in, unwrapped
 from shardstep.params.sharded_params import ShardedParams
+from shardstep.pipeline import Pipeline, Stepper
 from shardstep.plan import ShardPlan
 from shardstep.precision import warn_of_16_bits
 from shardstep.state.replan import (

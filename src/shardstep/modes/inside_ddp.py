@@ -23,11 +23,11 @@ from shardstep.gradients.reducer import at_end_of_backward
 from shardstep.local.multi_class import optimizer_name, parts_of
 from shardstep.modes.base import Mode
 from shardstep.modes.join import keep_gradients, provide_gradients, share_options
-from shardstep.modes.pipeline import Closure, Pipeline
 from shardstep.params.inputs import describe, describe_options
 from shardstep.params.module import ModuleWatch
 from shardstep.params.names import unwrapped
 from shardstep.params.sharded_params import ShardedParams
+from shardstep.pipeline import Closure, Pipeline
 
 
 class InsideDDP(Mode):

@@ -14,8 +14,8 @@ from shardstep.plan import Holding, ShardPlan
 from shardstep.precision import MixedPrecision
 
 if TYPE_CHECKING:
-    from shardstep.modes.pipeline import Pipeline
     from shardstep.modes.planner import Planner
+    from shardstep.pipeline import Pipeline
 
 
 class ShardView:
