@@ -40,8 +40,7 @@ class Device(StrEnum):
 def demo(
     context: typer.Context,
     device: Annotated[
-        Device,
-        typer.Option(help="cuda: one rank per GPU, over NCCL. auto: cuda with two GPUs or more."),
+        Device, typer.Option(help="cuda: one rank per GPU, over NCCL. auto: cuda if there is any.")
     ] = Device.auto,
     ranks: Annotated[
         int | None,
@@ -121,8 +120,7 @@ def demo(
 def _place(device: Device, ranks: int | None) -> tuple[str, int]:
     """Return the device to train on, and the number of ranks."""
     num_gpus = torch.cuda.device_count()
-    # One rank saves no memory: a machine with one GPU shows more on its CPU.
-    if device is Device.cpu or (device is Device.auto and num_gpus < 2):
+    if device is Device.cpu or (device is Device.auto and not num_gpus):
         return "cpu", ranks or 2
     if (ranks or 1) > num_gpus:
         raise typer.BadParameter(

@@ -280,7 +280,7 @@ def test_a_bad_option_is_explained_before_the_demo_runs(options: list[str], said
     ("num_gpus", "options", "placed"),
     [
         (0, "", ("cpu", 2)),
-        (1, "", ("cpu", 2)),
+        (1, "", ("cuda", 1)),
         (4, "", ("cuda", 4)),
         (4, "--ranks 3", ("cuda", 3)),
         (4, "--device cpu", ("cpu", 2)),
