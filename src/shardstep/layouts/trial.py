@@ -357,14 +357,15 @@ class RandomSources:
         self._seed = 0
         self._generators: list[tuple[Callable[[int], object], Callable[[], object]]] = [
             (random.seed, random.random),
-            (torch.default_generator.manual_seed, lambda: _draw(torch.device("cpu"))),
+            (torch.default_generator.manual_seed, _draw),
         ]
         numpy: Any = sys.modules.get("numpy")
         if numpy:
             self._generators.append((numpy.random.seed, numpy.random.random_sample))
         if device.type != "cpu":
             module: Any = torch.get_device_module(device)
-            self._generators.append((module.manual_seed, lambda: _draw(device)))
+            # The state: a number could come from another device's generator than the seeded one.
+            self._generators.append((module.manual_seed, lambda: module.get_rng_state().tolist()))
 
     def seed(self, seed: int) -> None:
         """Seed all generators: a verdict must be the same in every process."""
@@ -374,14 +375,14 @@ class RandomSources:
 
     def used(self) -> bool:
         """Return True if numbers were drawn since `seed`. Called once after each."""
-        # An unused generator continues as from its seed. Comparing whole states is slower.
+        # An unused generator continues as from its seed. On the CPU, comparing states is slower.
         found = [draw() for _, draw in self._generators]
         self.seed(self._seed)
         return found != [draw() for _, draw in self._generators]
 
 
-def _draw(device: torch.device) -> list[float]:
-    numbers: list[float] = torch.rand(2, dtype=torch.float32, device=device).tolist()
+def _draw() -> list[float]:
+    numbers: list[float] = torch.rand(2, dtype=torch.float32, device="cpu").tolist()
     return numbers
 
 
