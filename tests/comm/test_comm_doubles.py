@@ -1,4 +1,4 @@
-"""A step gathers each bucket once and forgets none."""
+"""A step gathers each bucket once and forgets none; a double really changes the order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import Counting, behind_the_door
+from doubles import AnyOrder, Counting, behind_the_door
+from models import MLP_PROBLEM, with_zero
+from on_ranks import on_ranks
 from problems import assert_same, copies, make_params, train
 from ranks import run_ranks
 
@@ -83,3 +85,15 @@ def test_one_rank_gathers_nothing(layout: str, view: bool) -> None:
     seen = step_through(layout, view)
     assert seen["comm"]["launched"] == []
     assert_unsharded(seen["params"])
+
+
+@on_ranks(2)
+def test_operations_really_finish_in_another_order() -> None:
+    with behind_the_door(AnyOrder):
+        zero = with_zero(MLP_PROBLEM.fresh())
+    for step in range(4):
+        zero.backward(step)
+        zero.finish()
+    zero.opt.shards.wait_for_params()
+    assert zero.opt.mode.comm.landed_early
+    assert zero.opt.mode.gather_comm.landed_early
