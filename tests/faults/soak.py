@@ -35,15 +35,13 @@ from walks import Walk  # noqa: E402
 
 from shardstep import checkpoint  # noqa: E402
 
-SHORT_WALKS_ONLY = {"add", "hook"}
-"""Acts that add to a model."""
+SHORT_WALKS_ONLY = {"add", "hook", "freeze"}
+"""Acts that pile up: they add to a model, or leave less and less of it to train."""
 
 
 def cycle(walk: Walk, mode: str, folder: Path, acts: list[str], number: int) -> None:
     """Do these acts, or else all of them, a short walk, and two saves."""
-    # DDP cannot train once everything that a rank uses is frozen.
-    left_out = SHORT_WALKS_ONLY | ({"freeze"} if mode.startswith("DDP") else set())
-    for act in acts or sorted(walk.weights.keys() - left_out):
+    for act in acts or sorted(walk.weights.keys() - SHORT_WALKS_ONLY):
         walk.do(act)
         assert not walk.wrong, f"{mode}: {walk.wrong} after {walk.acts}"
     walk.acts.clear()
