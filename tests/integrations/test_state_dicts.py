@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
+from problems import assert_same
 from ranks import run_ranks
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from shardstep import ZeroRedundancyOptimizer
 
@@ -130,3 +133,19 @@ def test_accelerate_accumulates_and_clips_as_with_a_plain_optimizer() -> None:
     plain = run_ranks(_accumulated, 2, False)
     for one, other in zip(run_ranks(_accumulated, 2, True), plain, strict=True):
         assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("module", [False, True])
+@on_ranks(2)
+def test_torchs_functions_take_the_optimizer_itself_once_all_ranks_have_its_state(
+    module: bool,
+) -> None:
+    made = [_make(optim.AdamW, module=module) for _ in range(2)]
+    (model, opt), (other, loaded) = made
+    _train(model, opt)
+    opt.consolidate_state_dict(to="all")
+    weights, state = get_state_dict(model, opt)
+    set_state_dict(other, loaded, model_state_dict=weights, optim_state_dict=state)
+    loaded.consolidate_state_dict(to="all")
+    held, got = (each.state_dict()["state"][0] for each in (opt, loaded))
+    assert_same(list(held.values()), [got[key] for key in held])
