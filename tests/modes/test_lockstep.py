@@ -23,7 +23,7 @@ from scenarios import ALL, APART, MODULE, sharded
 from torch import Tensor, nn
 from traffic import counted
 
-from shardstep.comm import Operation, OutOfStepError
+from shardstep.comm import Operation, OutOfStepError, headers
 from shardstep.comm.consensus import LostRankError
 from shardstep.gradients import lockstep
 from shardstep.gradients.lockstep import Lockstep
@@ -258,6 +258,7 @@ def test_notes_add_no_message_to_a_round_and_one_to_a_step_without_rounds() -> N
     assert calls == {"all_gather": buckets + 1, "header": 1}
     guide = Path(__file__).parents[2] / "docs" / "guide.md"
     assert f"({Lockstep.nbytes} bytes to each rank)" in guide.read_text()
+    assert f"one more message of {headers.NBYTES} bytes" in guide.read_text()
 
 
 def test_an_accelerator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
