@@ -34,6 +34,7 @@ from walk_modes import MODES  # noqa: E402
 from walks import Walk  # noqa: E402
 
 from shardstep import checkpoint  # noqa: E402
+from shardstep.comm import connect  # noqa: E402
 
 SHORT_WALKS_ONLY = {"add", "hook", "freeze"}
 """Acts that pile up: they add to a model, or leave less and less of it to train."""
@@ -56,8 +57,12 @@ def cycle(walk: Walk, mode: str, folder: Path, acts: list[str], number: int) -> 
 
 
 def resources() -> dict[str, float]:
-    """Return this process's memory in megabytes, descriptors and threads."""
+    """Return this process's memory in megabytes, descriptors and threads. Called on every rank."""
     gc.collect()
+    dist.barrier()
+    # Connections of optimizers that are gone end when another is made, if all ranks freed them. This
+    # one is such a connection at the next call.
+    connect(None).new_connection()
     # Give back what malloc keeps of freed memory: threads that came and went leave much of it.
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -89,10 +94,7 @@ def soak(
 
 
 def growth(seen: list[dict[str, float]]) -> dict[str, float]:
-    """Return by how much each resource grew from the second third of the time to the last.
-
-    The least of each counts. Connections of an optimizer that is gone end with the next one made.
-    """
+    """Return by how much the least of each resource grew from the second third to the last."""
     third = max(1, len(seen) // 3)
     early, late = seen[third : 2 * third] or seen, seen[-third:]
     return {key: min(e[key] for e in late) - min(e[key] for e in early) for key in seen[0]}
