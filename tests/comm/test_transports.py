@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from segments import CUTS, DTYPES, cuts_of, make_buffer
 from torch import Tensor, nn
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.comm import Comm, collectives, connect, group
+from shardstep.comm import Comm, Operation, collectives, connect, group
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -48,6 +49,7 @@ def nccl_reduce_scatter(out: Tensor, tensors: list[Tensor], *, group: Any, async
     """NCCL's reduce-scatter of lists of unequal tensors."""
     own = tensors[dist.get_rank(group)]
     assert (out.shape, out.dtype) == (own.shape, own.dtype)
+    assert not out.is_complex(), "NCCL raises"
     ranks = enumerate(tensors)
     works = [dist.reduce(each, group=group, group_dst=rank, async_op=True) for rank, each in ranks]
     return Coalesced(works, lambda: out.copy_(own))
@@ -135,6 +137,63 @@ def reduce_each(name: str) -> None:
 @each_transport
 def test_reduce_scatter_sums_in_rank_order_and_converts(name: str, world_size: int) -> None:
     run_ranks(reduce_each, world_size, name)
+
+
+@pytest.mark.parametrize("name", ["messages", "broadcasts", "lists"])
+@on_ranks(2, 3)
+def test_reduce_scatter_sums_complex_numbers(name: str) -> None:
+    with transport(name) as comm:
+        for case, kept in itertools.product(CUTS, (torch.complex64, torch.complex128)):
+            cuts = cuts_of(case, comm.world_size)
+            own = slice(cuts[comm.group_rank], cuts[comm.group_rank + 1])
+            numbers = torch.arange(cuts[-1]) * (1 - 2j)
+            out = torch.full((own.stop - own.start,), torch.nan, dtype=kept)
+            comm.reduce_scatter(numbers.clone(), cuts, out).wait()
+            assert same_bits(out, (numbers[own] * comm.world_size).to(kept)), (case, kept)
+
+
+def groups_in_turn(kind: str, count: int) -> list[int]:
+    """The number of the group of each of `count` collectives of one connection of a pair."""
+    pair = reducing, gathering = connect(None).new_pair()
+    seen: list[Any] = []
+    groups = [each.group for each in pair]
+
+    def watched(*args: Any, group: Any, async_op: bool) -> Any:
+        seen.append(groups.index(group))
+        return Coalesced([])
+
+    gather = mock.patch.object(collectives, "_all_gather_single", watched)
+    reduce = mock.patch.object(collectives, "_reduce_scatter_single", watched)
+    with gather, reduce:
+        for _ in range(count):
+            buffer, cuts = torch.zeros(8), [0, 4, 8]
+            if kind == "reduce":
+                reducing.reduce_scatter(buffer, cuts, torch.zeros(4)).wait()
+            else:
+                operation = {"gather": Operation.GATHER, "buffers": Operation.BUFFERS}[kind]
+                gathering.all_gather(buffer, cuts, operation).wait()
+    return seen
+
+
+@on_ranks(2)
+def test_reductions_and_gathers_of_a_pair_take_turns_in_both_groups() -> None:
+    with mock.patch.object(group, "EXCHANGING", frozenset()):
+        assert groups_in_turn("reduce", 5) == [0, 1, 0, 1, 0]
+        assert groups_in_turn("gather", 4) == [0, 1, 0, 1]
+        assert groups_in_turn("buffers", 3) == [0, 0, 0]  # small, and seldom more than one
+
+
+@on_ranks(2, fresh=True)
+def test_groups_of_a_pair_stay_open_while_one_connection_is_used() -> None:
+    with mock.patch.object(group, "EXCHANGING", frozenset()):
+        reducing, gathering = connect(None).new_pair()
+        del gathering
+        gc.collect()
+        connect(None).new_connection()  # closes what no rank uses
+        for _ in range(2):
+            total = torch.zeros(4)
+            reducing.reduce_scatter(torch.ones(8), [0, 4, 8], total).wait()
+            assert total.tolist() == [2] * 4
 
 
 @pytest.mark.parametrize("name", ["messages", "two connections"])

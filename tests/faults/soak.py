@@ -60,8 +60,7 @@ def resources() -> dict[str, float]:
     """Return this process's memory in megabytes, descriptors and threads. Called on every rank."""
     gc.collect()
     dist.barrier()
-    # Connections of optimizers that are gone end when another is made, if all ranks freed them. This
-    # one is such a connection at the next call.
+    # Connections of freed optimizers end when another is made. This one ends at the next call.
     connect(None).new_connection()
     # Give back what malloc keeps of freed memory: threads that came and went leave much of it.
     ctypes.CDLL(None).malloc_trim(0)

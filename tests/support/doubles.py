@@ -47,6 +47,9 @@ class Wrapped:
         """Return the same double over new connections."""
         return type(self)(self._inner.new_connection(*options))
 
+    def new_pair(self) -> tuple[Comm, Comm]:
+        return self.new_connection(), self.new_connection()
+
 
 def spoil(buffer: torch.Tensor) -> None:
     """Fill with a value that no test expects: NaN, or all bits set."""

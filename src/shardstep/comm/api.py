@@ -234,6 +234,13 @@ class Comm(Protocol):
     def new_connection(self, backend: str | None = None) -> Comm:
         """Connect the same ranks once more, with separate queues. Called on every rank."""
 
+    def new_pair(self) -> tuple[Comm, Comm]:
+        """Connect the same ranks twice, for reductions and gathers. Called on every rank.
+
+        Over NCCL the large messages of each take turns in both, so use the two for one optimizer.
+        """
+        return self.new_connection(), self.new_connection()
+
 
 def all_gather_json(comm: Comm, value: Any) -> list[Any]:
     """Return the `value` of every rank, which JSON can hold. Called on every rank."""

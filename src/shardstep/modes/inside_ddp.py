@@ -60,14 +60,15 @@ class InsideDDP(Mode):
         """
         self.pipeline.gather.detach()
         self.pipeline.gradients.detach()
-        self.gather_comm = self.comm.new_connection()
+        if reduce:
+            self.comm, self.gather_comm = self.comm.new_pair()
+        else:
+            self.gather_comm = self.comm.new_connection()
         self.stepper = BucketStepper(self)
         self._module = module
         self._strides = [param.stride() for param in self.params]
         if self.known_module is None:
             self._name_after(module)
-        if reduce:
-            self.comm = self.comm.new_connection()
         self.reduces_gradients = reduce
         self.zeroes_in_place = not reduce
         params = self.pipeline.params

@@ -98,12 +98,12 @@ class ModuleMode(Mode):
     @override
     def connect(self) -> None:
         # Gathers of one step and reductions of the next overlap, so neither may queue behind the
-        # other. Nor may they share a queue with another optimizer of the same group: a backward
-        # pass through two modules may reduce in a different order on each rank.
-        self.gather_comm = self.comm.new_connection()
+        # other, except over NCCL, where two queues for each are faster. Nor may they share a queue
+        # with another optimizer of the same group: a backward pass through two modules may reduce
+        # in a different order on each rank.
         if self._recoverable:
             self.lockstep.recovery_comm = self.comm.new_connection("gloo")
-        self.comm = self.comm.new_connection()
+        self.comm, self.gather_comm = self.comm.new_pair()
         self.gather_comm.compare_calls(self.comm)
         followed = self._module if self._broadcast_buffers else None
         self.buffers = ModuleBuffers(self.comm, self.join, followed)
