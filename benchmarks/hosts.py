@@ -242,8 +242,9 @@ def _command(options: argparse.Namespace) -> str:
     values = ["--local"] if options.local else []
     values += [f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names]
     contestants = f"--contestants {','.join(options.contestants)}"
-    out = f"--out benchmarks/results/{options.out.name}"
-    return " ".join(["python benchmarks/hosts.py", *values, contestants, out])
+    program, folder = os.environ.get("SHARDSTEP_PROG"), "benchmarks/results/"
+    out = f"--out {'' if program else folder}{options.out.name}"
+    return " ".join([program or "python benchmarks/hosts.py", *values, contestants, out])
 
 
 def main(argv: Sequence[str]) -> int:

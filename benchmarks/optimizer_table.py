@@ -1,6 +1,6 @@
 """Runs the classes of other packages sharded and unsharded, and writes what came of each.
 
-    pip install --no-deps pytorch_optimizer
+    pip install --no-deps pytorch_optimizer einops
     python benchmarks/optimizer_table.py --out docs/optimizers.md
     pip install --no-deps schedulefree lion-pytorch prodigyopt dadaptation came-pytorch \\
         torch-optimizer pytorch_ranger adabelief-pytorch tabulate colorama

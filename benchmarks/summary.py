@@ -8,6 +8,9 @@ from typing import Any
 
 BASELINE = "ddp"
 
+NOTE = """ms/step: the slowest rank, median of the rounds. sent Ψ: bytes that a rank sends
+in a step, over those of all parameters. Δloss: the largest difference to DDP's."""
+
 
 def summarise(ranks: Sequence[dict[str, Any]], num_steps: int) -> dict[str, dict[str, Any]]:
     """One row per contestant; the first round, a warm-up, is left out.
@@ -68,10 +71,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def table(result: dict[str, Any]) -> str:
     """The rows as text, with what could not run below."""
-    header = ["contestant", "ms/step", "min–max", "× ddp", "sent MB", "sent Ψ"]
-    header += ["state MB", "B/param", "grad MB", "final loss", "Δloss"]
-    lines = [header]
-    num_parameters = result["model"]["num_parameters"]
+    header = ["contestant", "ms/step", "min–max", "× DDP", "sent Ψ", "state MB", "grad MB"]
+    lines = [[*header, "Δloss"]]
     for name, row in result["contestants"].items():
         time, ratio = row["ms_per_step"], row["ratio_to_ddp"]
         gradients, distance = row["gradient_bytes_per_rank"], row["loss_distance_to_ddp"]
@@ -81,17 +82,14 @@ def table(result: dict[str, Any]) -> str:
                 f"{time['median']:.0f}",
                 f"{time['min']:.0f}–{time['max']:.0f}",
                 "-" if ratio is None else f"{ratio:.3f}",
-                f"{row['sent_bytes_per_rank_and_step'] / 1e6:.1f}",
                 f"{row['sent_psi']:.2f}",
                 f"{row['state_bytes_per_rank'] / 1e6:.1f}",
-                f"{row['state_bytes_per_rank'] / num_parameters:.2f}",
                 "-" if gradients is None else f"{gradients / 1e6:.1f}",
-                f"{row['final_loss']:.6f}",
-                "-" if distance is None else f"{distance:.1e}",
+                "-" if distance is None else f"{distance:.1g}",
             ]
         )
     text = [f"{name}: unavailable ({why})" for name, why in result["unavailable"].items()]
-    return "\n".join([aligned(lines), *text])
+    return "\n".join([aligned(lines), *text, NOTE])
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
