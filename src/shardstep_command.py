@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ def main() -> None:
     """Run the command line. Ctrl-C at any moment ends it with status 130, without a traceback."""
     # Torch says this where NumPy, which this command does not use, is not installed.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+    sys.warnoptions.append("ignore:Failed to initialize NumPy:UserWarning")  # of spawned ranks
     with exit_on_ctrl_c():
         from shardstep.cli import main
     try:

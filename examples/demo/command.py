@@ -21,8 +21,7 @@ from demo.gpt import GPTConfig
 from demo.picture import draw
 from demo.record import EQUAL, DemoConfig, DemoRecord, RankRecord, Spread
 from demo.run import MODULE, RUNS, UNSHARDED, WARMUP_STEPS, RoundDone, run_demo
-from shardstep.cli.flags import App
-from shardstep.cli.option_values import output_file, output_png
+from shardstep.cli.options import App, output_file, output_png
 from shardstep.cli.reporting import Bars
 
 app = App(add_completion=False, pretty_exceptions_show_locals=False)
@@ -114,7 +113,12 @@ def demo(
     if as_json:
         typer.echo(text)
     else:
-        Console().print(demo_table(record), *verdict_lines(record), sep="\n")
+        console, table = Console(), demo_table(record)
+        if _least_width(table) > console.width:
+            table.padding = 0
+        # A terminal that is narrower still breaks lines. Cut numbers would be worse.
+        console.width = max(console.width, _least_width(table))
+        console.print(table, *verdict_lines(record), sep="\n")
 
 
 def _place(device: Device, ranks: int | None) -> tuple[str, int]:
@@ -155,15 +159,15 @@ def demo_table(record: DemoRecord) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{record.title}, {config.steps} steps, torch {record.torch_version}",
-        caption="loss: last step, mean of the ranks; MB: fullest rank; ms: median of rounds, "
-        "min–max",
+        caption="loss: last step, mean of the ranks; MB: fullest rank; gradients include "
+        "messages in flight; ms: median of rounds, min–max",
         title_justify="left",
         caption_justify="left",
     )
     table.add_column("")
-    for heading in ("loss", "gradients\nMB", "state\nMB", "sent\nMB/step", "time\nms/step"):
-        table.add_column(heading, justify="right")
-    table.add_column("time\n× DDP", justify="right")
+    for heading in ("loss", "grad\nMB", "state\nMB", "sent\nMB/step", "time\nms/step"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("time\n× DDP", justify="right", no_wrap=True)
     for run, ranks in record.runs.items():
         table.add_row(
             run,
@@ -175,6 +179,10 @@ def demo_table(record: DemoRecord) -> Table:
             _spread(record.time_ratio(run), ".2f") if run != UNSHARDED else "1",
         )
     return table
+
+
+def _least_width(table: Table) -> int:
+    return Console(width=1000).measure(table).minimum
 
 
 def _sent(ranks: list[RankRecord]) -> str:

@@ -23,6 +23,7 @@ def draw(record: DemoRecord, path: Path) -> None:
         left.plot(steps, record.losses(name), style, color=colour, linewidth=width, label=name)
     left.set_title("loss per step (equal curves cover each other)", fontsize=10)
     left.set_xlabel("step")
+    left.xaxis.get_major_locator().set_params(integer=True)
     left.set_ylabel("cross-entropy, nats per byte, mean over ranks")
     left.legend(frameon=False, fontsize=8)
 
@@ -58,7 +59,7 @@ def draw(record: DemoRecord, path: Path) -> None:
         right.text(number, total, f"{total:.1f} MB", ha="center", va="bottom", weight="bold")
     right.set_xticks(range(len(names)), names, fontsize=9)
     right.set_ylabel("MB on the fullest rank")
-    right.set_title("memory per rank", fontsize=10)
+    right.set_title("memory per rank (gradients include messages in flight)", fontsize=10)
     right.set_ylim(0, 1.12 * max(below))
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

@@ -41,7 +41,7 @@ from shardstep.state.state_dict import (
 
 
 class ZeroRedundancyOptimizer(ModeFront):
-    """Wraps an optimizer class so that N ranks keep one copy of its state between them.
+    """An optimizer of any class, sharded: N ranks keep one copy of its state between them.
 
     Each rank's local optimizer, an unmodified `optimizer_class`, updates about 1/N of the elements
     and keeps state for those only. `step()` then gathers the updated parameters on all ranks. The
@@ -145,6 +145,8 @@ class ZeroRedundancyOptimizer(ModeFront):
         def make_plan() -> Planned:
             if overlap_with_ddp and module is not None:
                 raise ValueError("module= replaces DDP; leave out overlap_with_ddp=True")
+            if recoverable and module is None:
+                raise ValueError("recoverable=True needs module=, as recover() does")
             known = inspect.signature(type(self)).parameters
             check_arguments(known, optimizer_class, defaults, module, bucket_bytes)
             policy = resolve(precision, mode.separate, module is not None)

@@ -20,7 +20,6 @@ import torch
 from shardstep.comm import OutOfStepError, span
 from shardstep.gather import ParamGather
 from shardstep.gradients import GradientSource
-from shardstep.gradients.lockstep import Lockstep
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.local.multi_class import optimizer_name
 from shardstep.params.module import ModuleBuffers
@@ -183,13 +182,7 @@ class Evaluation:
 
 
 class Stepper(ShardView):
-    """Steps with the pipeline of the plan in force.
-
-    Attributes:
-        lockstep: compares the ranks' positions and options.
-    """
-
-    lockstep: Lockstep
+    """Steps with the pipeline of the plan in force."""
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> float | None:
         """Take one step. Called on every rank."""

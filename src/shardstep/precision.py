@@ -106,15 +106,6 @@ def resolve(
     return given
 
 
-def widened(specs: Sequence[ParamSpec], policy: MixedPrecision) -> set[int]:
-    """Return the numbers of the trainable parameters that are stepped on in a wider dtype."""
-    return {
-        number
-        for number, spec in enumerate(specs)
-        if spec.trainable and policy.step_dtype(spec.dtype) != spec.dtype
-    }
-
-
 def warn_of_16_bits(specs: Sequence[ParamSpec], optimizer: str) -> bool:
     """Warn if any of these parameters trains in 16 bits. Return True if it warned."""
     trained = [spec for spec in specs if spec.trainable and spec.dtype.is_floating_point]

@@ -18,6 +18,7 @@ from torch import Tensor, nn, optim
 
 from shardstep import MixedPrecision, ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
+from shardstep.checkpoint.load import on_device_of
 
 WORLD_SIZES = (1, 2, 3, 4)
 CASES: dict[str, tuple[type[optim.Optimizer], dict[str, Any], tuple[str, ...]]] = {
@@ -203,6 +204,12 @@ def everything(setup: Setup) -> list[Tensor]:
     for _, state in sorted(states.items()):
         tensors += [torch.as_tensor(value) for _, value in sorted(state.items())]
     return [tensor.detach().clone() for tensor in tensors]
+
+
+def test_an_option_that_is_a_tensor_goes_to_the_device_of_the_present_one() -> None:
+    there, loaded = torch.tensor(0.1, device="meta"), torch.tensor(0.2)
+    assert on_device_of(there, loaded).is_meta
+    assert on_device_of(0.1, loaded) is loaded
 
 
 @pytest.mark.slow

@@ -228,8 +228,6 @@ def test_paths_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert ckpt.load(path).extra == {"path": str(path)}
     assert ckpt.latest("a/b/c") == Path("a/b/c/step")
     assert ckpt.latest("nowhere") is None
-    with pytest.raises(ckpt.CheckpointError, match="☃ is a checkpoint; pass the folder"):
-        ckpt.latest(tmp_path / "ünï-☃")
 
 
 # --------------------------------------------------------------------- keep_last and left-overs

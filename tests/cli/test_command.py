@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks import summary
 from typer.testing import CliRunner
 
 from shardstep import checkpoint
@@ -35,6 +37,7 @@ def test_help_shows_flags_without_values_and_json_is_a_flag_everywhere(command: 
     words = [*command.split(), "--help"]
     shown = run(*words) if command == "bench" else CliRunner().invoke(app, words)
     assert "--help" in shown.stdout
+    assert "Usage" in shown.stdout or command == "bench"
     for odd in ("<bool>", "<int", "<str>", "False", "None"):
         assert odd not in shown.stdout
     if command not in ("", "checkpoint"):
@@ -58,52 +61,51 @@ shardstep_command.main()
 """
 
 
+def interrupt(command: list[str], ready: Callable[[Any], None], **options: Any) -> tuple[str, str]:
+    """Press Ctrl-C when the command is ready. Return what it has printed; it ends with 130."""
+    pipe = subprocess.PIPE
+    # A job in the background ignores the signal, and so would the child.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    # Ctrl-C reaches all processes of a terminal.
+    options |= {"preexec_fn": heed, "start_new_session": True}
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options) as child:
+        try:
+            ready(child)
+            os.killpg(child.pid, signal.SIGINT)
+            out, err = child.communicate(timeout=60)
+        finally:
+            child.kill()
+    assert child.returncode == 130
+    return out, err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("after_s", [0.2, 0.5, 1.0, 4.0])
 def test_ctrl_c_is_clean(after_s: float) -> None:
     ranks = ",".join(map(str, range(2, 4000)))
     command = [sys.executable, "-c", TELLING, "plan", "--model", "mixtral-8x7b", "--ranks", ranks]
-    pipe = subprocess.PIPE
-    # A job in the background ignores the signal, and so would the child.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed) as child:
-        assert child.stdout is not None
+
+    def ready(child: Any) -> None:
         assert child.stdout.readline() == "up\n"
         time.sleep(after_s)
-        child.send_signal(signal.SIGINT)
-        try:
-            out, err = child.communicate(timeout=60)
-        finally:
-            child.kill()
-    assert "Traceback" not in out + err
-    assert child.returncode == 130
+
+    assert "Traceback" not in "".join(interrupt(command, ready))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after_s", [0.5, 1.0, 2.0, 4.0])
 def test_ctrl_c_is_clean_while_ranks_start(after_s: float) -> None:
-    pipe = subprocess.PIPE
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(
-        [*MAIN, "demo"],
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        preexec_fn=heed,
-        start_new_session=True,  # Ctrl-C reaches all processes of a terminal
-    ) as child:
+    ranks: list[str] = []
+
+    def ready(child: Any) -> None:
         while not list_ranks(child.pid):
             time.sleep(0.05)
         time.sleep(after_s)
-        ranks = list_ranks(child.pid)
-        os.killpg(child.pid, signal.SIGINT)
-        try:
-            out, err = child.communicate(timeout=60)
-        finally:
-            child.kill()
+        ranks.extend(list_ranks(child.pid))
+
+    out, err = interrupt([*MAIN, "demo"], ready)
     assert out == ""
     assert "Traceback" not in err
-    assert child.returncode == 130
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
@@ -115,20 +117,14 @@ def test_ctrl_c_leaves_nothing_of_a_checkpoint_that_is_being_written(
     model = {f"w{number}": torch.ones(2**22) for number in range(16)}
     path = checkpoint.import_state_dict(tmp_path / "saved", model=model)
     verb, *options = command.split()
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     args = [*MAIN, "checkpoint", verb, str(path), "out/new", *options, "--no-verify"]
     (tmp_path / "out").mkdir()
-    with subprocess.Popen(
-        args, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heed
-    ) as child:
+
+    def ready(child: Any) -> None:
         while child.poll() is None and not list((tmp_path / "out").iterdir()):
             time.sleep(0.005)
-        child.send_signal(signal.SIGINT)
-        try:
-            err = child.communicate(timeout=60)[1]
-        finally:
-            child.kill()
-    assert (child.returncode, err) == (130, "")
+
+    assert interrupt(args, ready, cwd=tmp_path)[1] == ""
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -162,6 +158,13 @@ def test_the_benchmark_explains_a_bad_option_before_it_starts(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_table_of_the_benchmark_fits_80_columns() -> None:
+    recorded = Path(__file__).parents[2] / "benchmarks/results/hosts-2-1gbit.json"
+    shown = summary.table(json.loads(recorded.read_text()))
+    assert max(map(len, shown.splitlines())) <= 80
+    assert re.search(r"^zero2 +664 +652–726 +0\.830 +1\.00 +69\.6 +[\d.]+ +0$", shown, re.MULTILINE)
+
+
 @pytest.mark.slow
 def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
     path = checkpoint.import_state_dict(tmp_path / "saved", model={"w": torch.ones(40)})
@@ -181,6 +184,16 @@ def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_demo_does_not_warn_of_numpy_which_it_does_not_use(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('No module named numpy')")
+    places = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    size = "demo --device cpu --steps 3 --layers 1 --width 16 --batch 1"
+    done = run(*size.split(), env=os.environ | {"PYTHONPATH": places})
+    assert done.returncode == 0, done.stderr
+    assert "NumPy" not in done.stderr
+
+
+@pytest.mark.slow
 def test_the_benchmark_runs_on_local_ranks(tmp_path: Path) -> None:
     options = "bench --local --json --rounds 1 --steps 1 --contestants ddp,zero2 --seq-len 8"
     done = run(*options.split(), "--out", str(tmp_path / "out.json"))
@@ -188,5 +201,7 @@ def test_the_benchmark_runs_on_local_ranks(tmp_path: Path) -> None:
     assert "round 1/1" in done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "out.json").read_text())
+    assert result["command"].startswith("shardstep bench --local")
+    assert result["command"].endswith("--out out.json")
     assert result["contestants"]["zero2"]["loss_distance_to_ddp"] == 0
     assert (tmp_path / "out.png").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,24 @@ def test_the_table_compares_methods_and_the_picture_is_drawn(tmp_path: Path) -> 
     assert picture.stat().st_size > 10_000
 
 
+def test_a_large_model_is_planned_in_five_seconds_and_long_times_are_in_seconds() -> None:
+    start = time.process_time()
+    result = run("--model", "llama3-70b", "--ranks", "16,64,512,4096")
+    assert time.process_time() - start < 5
+    assert "21.2 s" in result.stdout
+    assert "0.3 ms" in run("--import", "test_plan_cli:medium", "--ranks", 8).stdout
+
+
+def test_a_small_model_is_not_rounded_to_zero() -> None:
+    shown = run("--import", "test_plan_cli:tiny", "--ranks", 2, "--memory", "2MB").stdout
+    assert "a peak of at most 2.0 MB:" in shown
+    assert re.search(r"[1-9]\.\d µs", shown)
+
+
+def medium() -> nn.Module:
+    return nn.Linear(1000, 500)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -136,6 +155,12 @@ def test_the_table_compares_methods_and_the_picture_is_drawn(tmp_path: Path) -> 
         (("--model", "gpt2-124m", "--ranks", "0"), "numbers from 1 to 16,384"),
         (("--model", "gpt2-124m", "--link", "fast"), "such as 100gbit"),
         (("--model", "gpt2-124m", "--optimizer", "Adan"), "torch.optim has no such class"),
+        (
+            ("--model", "resnet50", "--optimizer", "torch.nn.Linear"),
+            "expected a torch.optim.Optimizer, got <class 'torch.nn",
+        ),
+        (("--model", "gpt2-124m", "--optimizer", "Muon"), "try --optimizer Muon+AdamW"),
+        (("--model", "resnet50", "--option", "lr=abc"), "--optimizer AdamW --option lr=abc: "),
         (
             ("--model", "resnet50", "--optimizer", "Muon+AdamW"),
             "no matrix in a numbered block",

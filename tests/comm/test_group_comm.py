@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.comm import GroupComm, Operation, SoloComm, all_gather_json, connect, group
-from shardstep.comm.api import PACK_NBYTES, Launched, _packs, broadcast
+from shardstep.comm.api import PACK_NBYTES, Launched, _packs, broadcast, naming
 
 
 def test_one_rank_without_a_group_has_everything_already() -> None:
@@ -289,6 +289,12 @@ def test_a_rank_that_dies_makes_the_others_raise_and_name_the_operation(
         assert kind == "RuntimeError", message
         assert name in message
         assert seconds < TIMEOUT / 2 + 1
+
+
+def test_a_lack_of_memory_keeps_its_class_and_names_the_operation() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught, naming("gathering parameters"):
+        raise torch.OutOfMemoryError("out of memory")
+    assert caught.value.__notes__ == ["shardstep: gathering parameters failed"]
 
 
 @on_ranks(2)

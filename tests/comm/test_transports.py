@@ -19,7 +19,7 @@ from segments import CUTS, DTYPES, cuts_of, make_buffer
 from torch import Tensor, nn
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.comm import Comm, Operation, collectives, connect, group
+from shardstep.comm import Comm, collectives, connect, group
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -152,35 +152,16 @@ def test_reduce_scatter_sums_complex_numbers(name: str) -> None:
             assert same_bits(out, (numbers[own] * comm.world_size).to(kept)), (case, kept)
 
 
-def groups_in_turn(kind: str, count: int) -> list[int]:
-    """The number of the group of each of `count` collectives of one connection of a pair."""
-    pair = reducing, gathering = connect(None).new_pair()
-    seen: list[Any] = []
-    groups = [each.group for each in pair]
-
-    def watched(*args: Any, group: Any, async_op: bool) -> Any:
-        seen.append(groups.index(group))
-        return Coalesced([])
-
-    gather = mock.patch.object(collectives, "_all_gather_single", watched)
-    reduce = mock.patch.object(collectives, "_reduce_scatter_single", watched)
-    with gather, reduce:
-        for _ in range(count):
-            buffer, cuts = torch.zeros(8), [0, 4, 8]
-            if kind == "reduce":
-                reducing.reduce_scatter(buffer, cuts, torch.zeros(4)).wait()
-            else:
-                operation = {"gather": Operation.GATHER, "buffers": Operation.BUFFERS}[kind]
-                gathering.all_gather(buffer, cuts, operation).wait()
-    return seen
-
-
 @on_ranks(2)
-def test_reductions_and_gathers_of_a_pair_take_turns_in_both_groups() -> None:
+def test_odd_messages_of_a_pair_travel_in_the_other_group_except_over_gloo() -> None:
+    one, other = connect(None).new_pair()
+    assert [one.queue(0), one.queue(1), other.queue(1)] == [one, one, other]
     with mock.patch.object(group, "EXCHANGING", frozenset()):
-        assert groups_in_turn("reduce", 5) == [0, 1, 0, 1, 0]
-        assert groups_in_turn("gather", 4) == [0, 1, 0, 1]
-        assert groups_in_turn("buffers", 3) == [0, 0, 0]  # small, and seldom more than one
+        one, other = connect(None).new_pair()
+        assert [each.queue(n) for each in (one, other) for n in range(3)] == [
+            *(one, other, one),
+            *(other, one, other),
+        ]
 
 
 @on_ranks(2, fresh=True)
@@ -190,9 +171,9 @@ def test_groups_of_a_pair_stay_open_while_one_connection_is_used() -> None:
         del gathering
         gc.collect()
         connect(None).new_connection()  # closes what no rank uses
-        for _ in range(2):
+        for number in range(2):
             total = torch.zeros(4)
-            reducing.reduce_scatter(torch.ones(8), [0, 4, 8], total).wait()
+            reducing.queue(number).reduce_scatter(torch.ones(8), [0, 4, 8], total).wait()
             assert total.tolist() == [2] * 4
 
 

@@ -28,7 +28,7 @@ HEADING = f"| fault | DDP | {' | '.join(f'`{mode}`' for mode in MODES)} |\n"
 def cell(outcome: Outcome, reference: Outcome) -> str:
     """Return what became of the job, with a mark if torch raised an error."""
     torchs = outcome.mode != "ddp" and any(rank.is_torchs for rank in outcome.others)
-    return verdict(outcome, reference) + " °" * torchs
+    return verdict(outcome, reference) + "\u00a0°" * torchs
 
 
 def main() -> None:

@@ -31,10 +31,8 @@ def _train(model: nn.Module, opt: Any, steps: range, device: str) -> None:
 
 def _make(device: str, **options: Any) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     model = gpu_model().to(device)
-    opt = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, module=model, lr=1e-2, bucket_bytes=1, **options
-    )
-    return model, opt
+    options = {"lr": 1e-2, "module": model, "bucket_bytes": 1} | options
+    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
 
 
 def _goes_on(root: Path, fused: bool) -> None:
@@ -84,3 +82,21 @@ def _cross(root: Path, source: str, target: str) -> bool:
 @pytest.mark.parametrize(("source", "target"), [("cuda", "cpu"), ("cpu", "cuda")])
 def test_devices_do_not_matter(tmp_path: Path, source: str, target: str) -> None:
     assert all(run_ranks(_cross, 2, tmp_path, source, target))
+
+
+def _learning_rate_on_the_device(root: Path) -> None:
+    options: dict[str, Any] = {"capturable": True, "foreach": True}
+    model, opt = _make("cuda", lr=torch.tensor(1e-2, device="cuda"), **options)
+    _train(model, opt, range(3), "cuda")
+    ckpt.save(root / "x", opt, model)
+    again, loaded = _make("cuda", lr=torch.tensor(1.0, device="cuda"), **options)
+    ckpt.load(root / "x", loaded, again)
+    assert loaded.param_groups[0]["lr"].is_cuda
+    for each, optimizer in ((model, opt), (again, loaded)):
+        _train(each, optimizer, range(3, 6), "cuda")
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_on_its_device(tmp_path: Path) -> None:
+    run_ranks(_learning_rate_on_the_device, 2, tmp_path)

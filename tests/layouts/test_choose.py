@@ -42,6 +42,14 @@ class SaysNonsense(Simple):
     shardstep_layout = "diagonal"
 
 
+@dataclasses.dataclass
+class Unhashable:
+    cls: Any
+
+    def __call__(self, groups: Any) -> Optimizer:
+        return self.cls(groups, lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("layout", "cls", "expected"),
     [
@@ -59,6 +67,7 @@ class SaysNonsense(Simple):
         ("whole", toys.NoisyTrust, "whole"),
         ("whole", toys.TwoPhases, "whole"),
         ("sliced", toys.TwoPhases, "sliced"),
+        ("auto", Unhashable(toys.Momentum), "sliced"),
     ],
 )
 def test_the_layout_is_the_one_asked_for_or_the_one_needed(
@@ -303,14 +312,6 @@ def made_by_a_function(groups: Any, **options: Any) -> Optimizer:
     return SaysWhole(groups, **options)
 
 
-@dataclasses.dataclass
-class Unhashable:
-    cls: Any
-
-    def __call__(self, groups: Any) -> Optimizer:
-        return self.cls(groups, lr=0.1)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -326,10 +327,6 @@ def test_what_a_class_says_is_believed_however_it_is_made(make: Any) -> None:
     assert chosen("auto", make).layout == "whole"
     with pytest.raises(ValueError, match="declares that it needs layout='whole'"):
         chosen("sliced", make)
-
-
-def test_an_object_that_cannot_be_hashed_may_make_optimizers() -> None:
-    assert chosen("auto", Unhashable(toys.Momentum)).layout == "sliced"
 
 
 def test_a_function_may_make_more_of_a_class_that_is_known() -> None:
@@ -383,22 +380,25 @@ class KeepsFirstDtype(Simple):
                 group["eps"] = torch.finfo(p.dtype).eps
 
 
-def test_options_that_depend_on_the_first_dtype_are_refused() -> None:
-    params = [torch.zeros(8, 8, dtype=dtype, requires_grad=True) for dtype in (FP32, BF16)]
-    assert choose("auto", OptimizerRecipe(KeepsFirstDtype), params[:1], 2).layout == "sliced"
-    with pytest.raises(ValueError, match="give each dtype its own group"):
-        choose("auto", OptimizerRecipe(KeepsFirstDtype), params, 2)
-
-
-def test_a_class_that_treats_dtypes_of_a_group_otherwise_together_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("cls", "layout"), [(KeepsFirstDtype, "sliced"), (optim.Adafactor, "whole")]
+)
+def test_a_class_that_treats_dtypes_of_a_group_otherwise_together_is_refused(
+    cls: Any, layout: str
+) -> None:
     """Adafactor derives its epsilon from the first tensor of a group."""
     params = [torch.zeros(8, 8, dtype=dtype, requires_grad=True) for dtype in (FP32, BF16)]
-    plain = OptimizerRecipe(optim.Adafactor)
+    plain = OptimizerRecipe(cls)
     with pytest.raises(ValueError, match="give each dtype its own group"):
         choose("auto", plain, params, 2)
-    # With a given epsilon it is the same together and apart; and so it is in groups of one dtype.
+    # It is the same together and apart in groups of one dtype.
+    assert choose("auto", plain, params[:1], 2).layout == layout
+    assert choose("auto", plain, params, 2, MixedPrecision()).layout == layout
+
+
+def test_dtypes_that_do_not_matter_may_be_in_one_group() -> None:
+    """Adafactor with a given epsilon."""
+    params = [torch.zeros(8, 8, dtype=dtype, requires_grad=True) for dtype in (FP32, BF16)]
     told = OptimizerRecipe(optim.Adafactor, {"eps": (1e-8, 1e-3)})
     assert choose("auto", told, params, 2).layout == "whole"
-    assert choose("auto", plain, params[:1], 2).layout == "whole"
-    assert choose("auto", plain, params, 2, MixedPrecision()).layout == "whole"
     assert choose("auto", OptimizerRecipe(Simple), params, 2).layout == "sliced"

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import MLP_PROBLEM, PROBLEMS, SGD, noise, rank, with_zero, world_size
+from models import MLP_PROBLEM, PROBLEMS, SGD, noise, rank, train, with_zero, world_size
 from on_ranks import on_ranks
 from problems import LAYOUTS, assert_same, copies, differing, make_params, set_gradients
 from ranks import each_raises_on_every_rank, run_ranks
-from scenarios import distance, sharded
+from scenarios import ALL, MODULE, distance, sharded
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.join import Join, Joinable
 from uneven import joined
@@ -117,6 +117,20 @@ def test_the_state_of_joined_ranks_is_current(mode: str) -> None:
     if opt.rank == 0:
         steps = {int(entry["step"]) for entry in opt.state_dict()["state"].values()}
         assert steps == {4}
+
+
+@pytest.mark.parametrize("mode", ALL)
+@on_ranks(2)
+def test_after_join_is_not_within_join(mode: str) -> None:
+    """What needs every rank works again, and training goes on without joined ranks."""
+    setup = sharded(mode, MLP_PROBLEM.fresh())
+    for epoch in range(2):
+        joined(setup, 2 + 2 * rank())
+        setup.opt.apply(lambda _: None)
+        if mode in MODULE:
+            setup.opt.recover()
+        train(setup, MLP_PROBLEM, range(epoch, epoch + 2))
+        setup.opt.verify()
 
 
 # ------------------------------------------------------------------------------------------ module=

@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from ddp_ways import WAYS
-from models import MLP_PROBLEM, SGD, Setup, rank, with_zero
+from models import MLP_PROBLEM, PROBLEMS, SGD, Setup, from_rank, rank, with_zero
 from on_ranks import on_ranks
+from problems import assert_same
 from ranks import each_raises_on_every_rank, run_ranks
 from recovery import Broken, differences
 from scenarios import ALL, APART, MODULE, sharded
 from torch import Tensor, nn
 from traffic import counted
 
-from shardstep.comm import Operation, OutOfStepError, headers
+from shardstep import BatchSkippedError, checkpoint
+from shardstep.comm import Operation, OutOfStepError, collectives, headers
+from shardstep.comm import group as comm_group
 from shardstep.comm.consensus import LostRankError
 from shardstep.gradients import lockstep
 from shardstep.gradients.lockstep import Lockstep
@@ -102,6 +107,45 @@ DIFFER = {
 def test_other_options_and_a_load_on_one_rank_are_named_on_every_rank() -> None:
     runs = itertools.product(ALL, DIFFER)
     cases = [(_differ, OutOfStepError, DIFFER[act], mode, act) for mode, act in runs]
+    each_raises_on_every_rank(2, cases)
+
+
+def _differ_in_one_step(mode: str) -> None:
+    """Train as on an accelerator, where notes are compared in the next step."""
+    setup = sharded(mode, MLP_PROBLEM.fresh(), SGD)
+    with mock.patch.object(lockstep, "WAITED_FOR", ()):
+        for step in range(4):
+            for group in setup.opt.param_groups:
+                group["lr"] = 0.1 if step == 1 and rank() == 1 else 0.05
+            setup.backward(step)
+            setup.finish()
+
+
+def test_options_that_are_equal_again_when_notes_are_compared_are_named() -> None:
+    cases = [(_differ_in_one_step, OutOfStepError, DIFFER[_other_lr], mode) for mode in ALL]
+    each_raises_on_every_rank(2, cases)
+
+
+SAVES: list[Callable[[Setup], object]] = [
+    lambda setup: setup.opt.consolidate_state_dict(0),
+    lambda setup: checkpoint.save("never", setup.opt),
+    lambda setup: checkpoint.Sharded(setup.opt).state_dict(),
+]
+
+
+def _differ_and_save(mode: str, save: int) -> None:
+    """Save after the only step with different options, as on an accelerator."""
+    setup = sharded(mode, MLP_PROBLEM.fresh(), SGD)
+    with mock.patch.object(lockstep, "WAITED_FOR", ()):
+        _other_lr(setup)
+        setup.backward(0)
+        setup.finish()
+        SAVES[save](setup)
+
+
+def test_the_state_of_a_step_that_was_not_the_same_on_all_ranks_is_not_saved() -> None:
+    runs = itertools.product(ALL, range(len(SAVES)))
+    cases = [(_differ_and_save, OutOfStepError, DIFFER[_other_lr], *run) for run in runs]
     each_raises_on_every_rank(2, cases)
 
 
@@ -270,7 +314,7 @@ def test_an_accelerator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     notes += lockstep.write(opt.mode.pipeline.params)
     rows = torch.frombuffer(notes, dtype=torch.uint8)
     compared: list[Any] = []
-    monkeypatch.setattr(lockstep, "_compare", lambda comm, notes: compared.append(notes))
+    monkeypatch.setattr(lockstep, "_compare", lambda comm, late: compared.append(late.notes()))
     lockstep.read(opt.mode.comm, rows.view(2, -1))
     assert [note[-2] for note in compared[0]] == [0, 1]
 
@@ -301,6 +345,58 @@ def test_a_failed_batch_is_skipped_where_reductions_run_in_one_order(where: str)
         return differences(where, _in_one_order, recoverable=True)
 
 
+@contextlib.contextmanager
+def _connected_at_first_use() -> Iterator[None]:
+    """Let collectives of each group begin by waiting for all ranks, as over NCCL."""
+    connected: set[Any] = set()
+    reduce, gather = collectives._reduce_scatter_single, collectives._all_gather_single
+
+    def connecting(collective: Callable[..., Any], *args: Any, group: Any, **options: Any) -> Any:
+        if group not in connected:
+            dist.barrier(group)
+            connected.add(group)
+        return collective(*args, group=group, **options)
+
+    with (
+        mock.patch.object(comm_group, "EXCHANGING", frozenset()),
+        mock.patch.object(collectives, "_reduce_scatter_single", partial(connecting, reduce)),
+        mock.patch.object(collectives, "_all_gather_single", partial(connecting, gather)),
+        mock.patch.object(lockstep, "WAITED_FOR", ()),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("where", WHERE)
+@on_ranks(2)
+def test_a_failed_batch_is_skipped_where_ranks_connect_at_the_first_use(where: str) -> list[str]:
+    with _connected_at_first_use():
+        return differences(where, recoverable=True)
+
+
+@pytest.mark.parametrize("collectives_only", [False, True])
+@pytest.mark.parametrize("failing", [0, 1])
+@on_ranks(2)
+def test_a_batch_may_fail_after_one_that_all_ranks_have_left_out(
+    failing: int, collectives_only: bool
+) -> None:
+    """Ranks that go on copy buffers before their forward pass, since no step has done so."""
+    with _connected_at_first_use() if collectives_only else contextlib.nullcontext():
+        setup = sharded("module", PROBLEMS["conv"].fresh(), SGD, zero={"recoverable": True})
+        for step in range(7):
+            try:
+                setup.opt.zero_grad()
+                if step in (2, 4, 5) and rank() == failing:
+                    raise Broken
+                setup.backward(step, PROBLEMS["conv"])
+                if step not in (1, 3):
+                    setup.opt.step()
+            except (Broken, BatchSkippedError):
+                setup.opt.recover()
+        setup.opt.verify()
+        buffers = list(setup.module.buffers())
+        assert_same(from_rank(0, buffers), buffers)
+
+
 def _refused(mode: str) -> None:
     sharded(mode, MLP_PROBLEM.fresh()).opt.recover()
 
@@ -315,10 +411,13 @@ def test_a_finished_backward_pass_cannot_be_given_up() -> None:
     setup.opt.recover()
 
 
+@pytest.mark.parametrize("place", ["an accelerator", "the CPU without Gloo"])
 @on_ranks(2, raises=RuntimeError, match="recoverable=True")
-def test_recover_is_refused_where_notes_are_not_waited_for() -> None:
-    """The other ranks would have taken the step before they learn of it."""
-    with mock.patch.object(lockstep, "WAITED_FOR", ()):
+def test_recover_is_refused_without_connections_for_it(place: str) -> None:
+    """Other ranks would have stepped by then, or wait for the notes of another operation."""
+    accelerator = mock.patch.object(lockstep, "WAITED_FOR", ())
+    collectives_only = mock.patch.object(comm_group, "EXCHANGING", frozenset())
+    with accelerator if place == "an accelerator" else collectives_only:
         _refused("module")
 
 

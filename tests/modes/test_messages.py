@@ -20,6 +20,7 @@ from ranks import run_ranks
 from scenarios import MODULE, compared
 
 from shardstep import BatchSkippedError
+from shardstep.comm import collectives, group
 from shardstep.gradients import lockstep
 from shardstep.gradients.lanes import Lanes
 from shardstep.plan import messages
@@ -82,23 +83,19 @@ def _failing(act: Callable[..., Any], number: int) -> Callable[..., Any]:
     """Return `act`, but on rank 1 the call of this number lacks memory."""
     left = itertools.count(-number if rank() == 1 else 1, 1)
 
-    def act_or_fail(*args: Any) -> Any:
+    def act_or_fail(*args: Any, **kwargs: Any) -> Any:
         if next(left) == -1:
             raise torch.OutOfMemoryError("no memory for a message")
-        return act(*args)
+        return act(*args, **kwargs)
 
     return act_or_fail
 
 
-@pytest.mark.parametrize("number", ["note", 1, 2, 3, 6])
-@pytest.mark.parametrize("remedy", ["recover", "zero_grad", "step"])
-@on_ranks(2)
-def test_a_message_that_cannot_be_packed_leaves_no_rank_waiting(
-    number: Any, remedy: str
-) -> list[str]:
-    """The rest of the round is sent later: with the gradients that there are, or with zeros."""
+def _differences(place: Any, name: str, number: int, remedy: str, **options: Any) -> list[str]:
+    """Fail in a call amid a round on rank 1, and return what differs from leaving the batch out."""
     _shorten()
-    setups = [with_zero(MLP_PROBLEM.fresh(), SGD, bucket_bytes=2**14) for _ in range(2)]
+    options["bucket_bytes"] = 2**14
+    setups = [with_zero(MLP_PROBLEM.fresh(), SGD, **options) for _ in range(2)]
     failing, expected = setups
     lanes: Any = failing.opt.mode.pipeline.gradients.lanes
     assert len(next(iter(lanes)).packings) > 1
@@ -107,12 +104,8 @@ def test_a_message_that_cannot_be_packed_leaves_no_rank_waiting(
             train(failing, MLP_PROBLEM, range(step, step + 1))
             train(expected, MLP_PROBLEM, range(step, step + 1))
             continue
-        failed = pytest.raises(torch.OutOfMemoryError)
-        place: Any = Lanes
-        name, call = "_pack", number
-        if number == "note":
-            place, name, call = lockstep, "exchange_rows", 1
-        broken = mock.patch.object(place, name, _failing(getattr(place, name), call))
+        failed = pytest.raises(RuntimeError, match="no memory for a message")
+        broken = mock.patch.object(place, name, _failing(getattr(place, name), number))
         skipped = pytest.raises(BatchSkippedError)
         other = skipped if remedy == "recover" else contextlib.nullcontext()
         with broken, failed if rank() == 1 else other:
@@ -126,3 +119,30 @@ def test_a_message_that_cannot_be_packed_leaves_no_rank_waiting(
         failing.opt.zero_grad()
     failing.opt.verify()
     return [] if remedy == "step" else differing(expected.params, failing.params)
+
+
+REMEDIES = ["recover", "zero_grad", "step"]
+
+
+@pytest.mark.parametrize("number", ["note", 1, 2, 3, 6])
+@pytest.mark.parametrize("remedy", REMEDIES)
+@on_ranks(2)
+def test_a_message_that_cannot_be_packed_leaves_no_rank_waiting(
+    number: Any, remedy: str
+) -> list[str]:
+    """The rest of the round is sent later: with the gradients that there are, or with zeros."""
+    if number == "note":
+        return _differences(lockstep, "exchange_rows", 1, remedy)
+    return _differences(Lanes, "_pack", number, remedy)
+
+
+@pytest.mark.parametrize("number", [1, 2, 6])
+@pytest.mark.parametrize("remedy", REMEDIES)
+@on_ranks(2)
+def test_a_message_that_cannot_be_launched_goes_to_its_group_later(
+    number: int, remedy: str
+) -> list[str]:
+    """Over NCCL, messages take turns in two groups. In another, one would meet others' data."""
+    with mock.patch.object(group, "EXCHANGING", frozenset()):
+        args = collectives, "_reduce_scatter_single", number, remedy
+        return _differences(*args, recoverable=True)

@@ -256,15 +256,6 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_equal_parameters() -> No
         opt.verify()
 
 
-def test_train_and_eval_exist_only_if_the_class_has_them() -> None:
-    net = Net()
-    opt = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW)
-    assert not hasattr(opt, "train")
-    assert not hasattr(opt, "eval")
-    with pytest.raises(AttributeError, match="'ZeroRedundancyOptimizer' has no attribute 'evil'"):
-        opt.evil()  # type: ignore[attr-defined]
-
-
 class MeansSomethingElse(optim.SGD):
     train = True
 
@@ -301,12 +292,14 @@ def test_a_class_whose_eval_fails_may_still_step(tmp_path: Path) -> None:
     raises_on_every_rank(pass_it_on, 2, (AttributeError, RuntimeError), tmp_path, match=match)
 
 
-@pytest.mark.parametrize("cls", [MeansSomethingElse, WantsToBeToldMore])
-def test_a_class_may_mean_something_else_by_train_and_eval(cls: type[optim.Optimizer]) -> None:
+@pytest.mark.parametrize("cls", [optim.AdamW, MeansSomethingElse, WantsToBeToldMore])
+def test_train_and_eval_exist_only_if_the_class_means_the_modes(cls: type[optim.Optimizer]) -> None:
     assert probe(OptimizerRecipe(cls, {"lr": 0.1})).kind == "element-wise"
     opt = ZeroRedundancyOptimizer(Net().parameters(), cls, lr=0.1)
     assert not hasattr(opt, "train")
     assert not hasattr(opt, "eval")
+    with pytest.raises(AttributeError, match="'ZeroRedundancyOptimizer' has no attribute 'evil'"):
+        opt.evil()  # type: ignore[attr-defined]
 
 
 def test_eval_reaches_the_class_of_a_mixture_that_has_it() -> None:

@@ -23,15 +23,20 @@ from shardstep.comm.consensus import run_on_all_ranks
 
 # -------------------------------------------------------------------------- adding a group
 
-BAD_GROUPS: dict[str, tuple[Callable[[list[torch.Tensor]], dict[str, Any]], type[Exception]]] = {
-    "something that is no tensor": (lambda params: {"params": [p(4), 3]}, TypeError),
-    "a sparse parameter": (lambda params: {"params": [sparse()]}, ValueError),
-    "a parameter it has already": (lambda params: {"params": [params[0]]}, ValueError),
+#: The group, its error, and what the message names.
+BAD_GROUPS: dict[str, tuple[Callable[[list[Any]], dict[str, Any]], type[Exception], str]] = {
+    "something that is no tensor": (lambda params: {"params": [p(4), 3]}, TypeError, "int"),
+    "a sparse parameter": (lambda params: {"params": [sparse()]}, ValueError, "sparse"),
+    "a parameter it has already": (lambda params: {"params": [params[0]]}, ValueError, "parameter"),
     "memory it has already": (
         lambda params: {"params": [torch.nn.Parameter(params[0].detach())]},
-        ValueError,
+        *(ValueError, "share memory"),
     ),
-    "a set, which has no order": (lambda params: {"params": {p(4), p(5)}}, TypeError),
+    "a set, which has no order": (lambda params: {"params": {p(4), p(5)}}, TypeError, "set"),
+    "a class of its own": (
+        lambda params: {"params": [p(4)], "optimizer_class": SGD},
+        *(ValueError, "name the class of a group from the start"),
+    ),
 }
 
 
@@ -79,6 +84,7 @@ def test_a_bad_group_is_refused_on_every_rank_and_changes_nothing(where: str) ->
         kind, message = add_bad_group(case, where, view)
         if where == "everywhere" or dist.get_rank() == 1:
             assert kind == BAD_GROUPS[case][1].__name__
+            assert BAD_GROUPS[case][2] in message
         else:
             assert kind == "RuntimeError"
             assert "add_param_group failed on rank 1" in message

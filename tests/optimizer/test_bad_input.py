@@ -84,6 +84,13 @@ DIFFERENT: Differing = {
         *(r"lr=0\.5 in group 1", r"lr=1\.5 in group 1"),
     ),
     "another optimizer class": (lambda rank: {"optimizer_class": [SGD, Adam][rank]}, "SGD", "Adam"),
+    "another class of a group": (
+        lambda rank: [
+            {"params": [p(4, 4)], "optimizer_class": [torch.optim.Muon, Adam][rank], "lr": 0.1},
+            {"params": [p(5)]},
+        ],
+        *(r"group 0, whole\)", r"group 0\)"),
+    ),
     "another layout": (
         lambda rank: {"params": [p(40, 40), p(9)], "layout": ["sliced", "whole"][rank]},
         *("sliced", "whole"),
@@ -234,6 +241,14 @@ BAD: Bad = {
         *(ValueError, "bucket_bytes must be positive, not 0"),
     ),
     "a negative learning rate": (lambda: {"lr": -1.0}, ValueError, "-1.0"),
+    "a negative learning rate of a group's class": (
+        lambda: [{"params": [p(4, 4)], "optimizer_class": torch.optim.Muon, "lr": -1.0}],
+        *(ValueError, "(?i)learning rate"),
+    ),
+    "recoverable without a module": (
+        lambda: {"recoverable": True},
+        *(ValueError, "recoverable=True needs module="),
+    ),
     "an option with a letter missing": (
         lambda: {"modul": torch.nn.Linear(2, 2)},
         *(TypeError, "no argument 'modul'; did you mean 'module'"),
@@ -250,7 +265,7 @@ BAD: Bad = {
 }
 
 #: What upstream does not have, or takes as it is.
-OURS_ALONE = {"layout", "bucket_bytes", "module", "process_group"}
+OURS_ALONE = {"layout", "bucket_bytes", "module", "process_group", "recoverable"}
 
 #: Where upstream's type is an accident (it compares type names first) we do as torch.optim does.
 UPSTREAM_S_OWN = {"a number in a group": ValueError}

@@ -1,4 +1,4 @@
-"""Process groups of all kinds, several optimizers at once, and what travels over the wire."""
+"""Process groups of all kinds, and several optimizers at once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from ranks import run_ranks
 from torch import optim
 from traffic import counted
 
-from demo.gpt import GPT, GPT_17M, GPTConfig
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.gradients.lockstep import Lockstep
-from shardstep.modes.drop_in import CHECKED_STEPS
-from shardstep.plan import share
 
 # -------------------------------------------------------------------------------- subgroups
 
@@ -154,57 +150,7 @@ def test_debug_levels_log_who_owns_what() -> None:
             assert any(f"rank {rank} owns" in message for message in messages)
 
 
-# ----------------------------------------------------------------------- what is sent on a GPT
-
-
-def _traffic(config: GPTConfig, layout: str, view: bool) -> list[tuple[int, int, int, int]]:
-    """Per step: gathers, other calls, bytes sent; and the bytes that train."""
-    torch.manual_seed(0)
-    model = GPT(config)
-    model.pos.weight.requires_grad_(False)  # one that does not train, and so does not travel
-    with counted() as traffic:
-        opt = ZeroRedundancyOptimizer(
-            model.parameters(), optim.SGD, None, view, layout=layout, lr=0.1
-        )
-    trainable = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    for param in model.parameters():
-        if param.requires_grad:
-            param.grad = torch.zeros_like(param)
-    found = []
-    for _ in range(CHECKED_STEPS):
-        opt.step()  # compares some gradients
-    for _ in range(2):
-        traffic.reset()
-        opt.step()
-        made, nbytes = traffic.calls, traffic.nbytes["all_gather"]
-        gathers = made.pop("all_gather", 0)
-        assert made.pop("header") == 1  # a few bytes
-        notes = Lockstep.nbytes * (opt.world_size - 1)
-        assert gathers == len(opt.plan.training_buckets) + 1
-        assert nbytes - notes == share(opt.plan, opt.rank).gather_nbytes_sent
-        found.append((gathers, made.total(), nbytes, trainable))
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("config", [GPTConfig(), GPT_17M], ids=["small", "17M"])
-def test_a_gpts_step_is_one_gather_per_bucket_and_sends_no_more_than_planned(
-    config: GPTConfig, view: bool, world_size: int
-) -> None:
-    for steps in run_ranks(_traffic, world_size, config, "sliced", view):
-        for gathers, others, nbytes, trainable in steps:
-            assert gathers > (1 if config is GPT_17M else 0)
-            assert others == 0
-            assert nbytes <= 1.02 * (world_size - 1) / world_size * trainable
-
-
-def test_whole_parameters_cost_no_more_bytes_in_all() -> None:
-    """A rank with larger parameters sends more; together they send the same."""
-    ranks = run_ranks(_traffic, 4, GPTConfig(), "whole", False)
-    for step in range(2):
-        nbytes = sum(steps[step][2] for steps in ranks)
-        assert nbytes <= 1.02 * 3 * ranks[0][step][3]
+# ----------------------------------------------------------------- groups of some of the ranks
 
 
 def _train_linear(group: Any, seed: int | None = None) -> list[torch.Tensor]:

@@ -115,7 +115,7 @@ def reported(reduce_dtype: torch.dtype | None, frozen: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16, torch.float32])
 def test_a_report_counts_masters_and_what_travels_in_another_dtype(
     reduce_dtype: torch.dtype | None, frozen: bool
 ) -> None:
@@ -123,6 +123,7 @@ def test_a_report_counts_masters_and_what_travels_in_another_dtype(
         (reduced, gathered), sent = report["sent"]
         # Which parameters had a gradient is gathered too, a byte for each, behind a note.
         assert sent == [reduced, gathered + Lockstep.nbytes + 6 - frozen]
+        assert reduced == gathered * (2 if reduce_dtype is torch.float32 else 1)
         assert report["masters"][0] == report["masters"][1] > 0
         assert "masters" in report["text"]
 

@@ -1,7 +1,8 @@
-"""Several classes in one optimizer, with masters, checkpoints, buckets and added groups."""
+"""Several classes in one optimizer, Muon for matrices and AdamW for the rest: as if apart."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import warnings
@@ -12,20 +13,105 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from by_hand import ByHand
-from mixtures import MASTERS, mixed, mixture, net, steps
-from models import consolidated
+from mixtures import ADAMW, MASTERS, MUON, mixed, mixture, net, steps
+from models import consolidated, make_gpt
 from on_ranks import on_ranks
-from problems import Case, assert_same, copies, differing
+from problems import Case, assert_same, copies, difference, differing, make_params, set_gradients
 from ranks import run_ranks
-from test_inside_ddp import CountsInItself
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step_interleaved
 from shardstep import checkpoint as ckpt
-from shardstep.local.multi_class import MultiClass
+from shardstep.local.multi_class import MultiClass, full_name, optimizer_name, split_state_dict
+
+STEPS = range(6)
+
+
+class Apart:
+    """Muon and AdamW as people use them: two optimizers, stepped one after the other."""
+
+    def __init__(self, module: nn.Module) -> None:
+        hidden, rest = (group["params"] for group in mixed(module))
+        self.muon, self.adamw = optim.Muon(hidden, **MUON), optim.AdamW(rest, **ADAMW)
+        self.param_groups = self.muon.param_groups + self.adamw.param_groups
+
+    def step(self) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self) -> None:
+        self.muon.zero_grad()
+        self.adamw.zero_grad()
+
+    def state_dicts(self) -> dict[str, Any]:
+        return {full_name(type(opt)): opt.state_dict() for opt in (self.muon, self.adamw)}
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(7)
+    return make_gpt()
+
+
+def train(opt: Any, module: nn.Module, steps: range = STEPS) -> list[torch.Tensor]:
+    params = list(module.parameters())
+    for step in steps:
+        set_gradients(params, step, missing=step % 2 == 1)
+        opt.step()
+        opt.zero_grad()
+    return copies(params)
+
+
+# --------------------------------------------------------------------------------- in one process
+
+
+def test_a_mixture_is_its_parts() -> None:
+    one, other = gpt(), gpt()
+    mixture, apart = MultiClass(mixed(one, **MUON), optim.AdamW, **ADAMW), Apart(other)
+    schedulers = [lr_scheduler.StepLR(opt, 1, 0.5) for opt in (mixture, apart.muon, apart.adamw)]
+    for step in STEPS:
+        now = range(step, step + 1)
+        assert differing(train(apart, other, now), train(mixture, one, now)) == []
+        for scheduler in schedulers:
+            scheduler.step()
+    assert [type(part) for part in mixture.parts] == [optim.Muon, optim.AdamW]
+    assert optimizer_name(mixture) == "Muon and AdamW"
+    assert difference(apart.state_dicts(), split_state_dict(mixture.state_dict())) is None
+    again = MultiClass(mixed(copy.deepcopy(one), **MUON), optim.AdamW, lr=9.0)
+    again.load_state_dict(mixture.state_dict())
+    assert difference(mixture.state_dict(), again.state_dict()) is None
+    assert all(part.state is again.state for part in again.parts)
+    assert again.param_groups[0] is again.parts[0].param_groups[0]
+
+
+def _winged(params: Any, **options: Any) -> optim.Optimizer:
+    return optim.SGD(params, wings=options)  # type: ignore[call-arg]
+
+
+def test_groups_of_the_default_class_share_one_optimizer() -> None:
+    params = make_params([(3, 3)] * 4, frozen=())
+    mixture = MultiClass(
+        [
+            {"params": [params[0]], "lr": 0.5},
+            {"params": [params[1]], "optimizer_class": optim.Muon, "label": "hidden"},
+            {"params": [params[2]]},
+        ],
+        optim.SGD,
+        lr=0.1,
+    )
+    mixture.add_param_group({"params": [params[3]], "optimizer_class": optim.Adam, "lr": 0.2})
+    assert [len(part.param_groups) for part in mixture.parts] == [2, 1, 1]
+    assert [group["lr"] for group in mixture.param_groups] == [0.5, 1e-3, 0.1, 0.2]
+    assert mixture.param_groups[1]["label"] == "hidden"
+    group = {"params": [params[0]], "optimizer_class": _winged, "lr": 1}
+    with pytest.raises(TypeError, match="wings"):
+        MultiClass([group], optim.SGD)
+    with pytest.raises(ValueError, match="must be an optimizer class, not 'Muon'"):
+        MultiClass([{"params": [params[0]], "optimizer_class": "Muon"}], optim.SGD)
+
 
 # --------------------------------------------------------- several classes, masters, checkpoints
 
@@ -149,6 +235,16 @@ def test_a_mixture_that_cannot_load_stays_as_it_was() -> None:
 # ------------------------------------------------------------- several classes, bucket by bucket
 
 
+class Counts(optim.SGD):
+    """Counts its steps in an attribute."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+
 def step_by_bucket(optimizer_class: Any) -> bool:
     model = net(torch.float32)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
@@ -167,7 +263,7 @@ def test_steps_that_were_taken_bucket_by_bucket_were_taken() -> None:
     """A checkpoint says whether there were any. A class that counts its steps takes none."""
     assert step_by_bucket(optim.Muon)
     with pytest.raises(RuntimeError, match="counts its steps"):
-        step_by_bucket(CountsInItself)
+        step_by_bucket(Counts)
 
 
 # ------------------------------------------------------- classes, groups and masters that change
@@ -192,29 +288,6 @@ def test_a_class_is_known_by_its_name_within_a_partial_too() -> None:
 
 
 @on_ranks(2)
-def test_a_group_that_is_added_has_the_defaults_of_its_own_class() -> None:
-    """And not the learning rate, say, of the class that the other groups have.
-
-    Two optimizers apart; a mixture, and a divided one, that get the second class later.
-    """
-    reference = net(torch.float32)
-    (matrices, *_), rest = (group["params"] for group in mixed(reference))
-    apart = [optim.Adafactor([matrices]), optim.AdamW(rest, lr=1e-3)]
-    for part in apart:
-        steps(reference, part, range(3))
-    for sharded in (False, True):
-        model = net(torch.float32)
-        (weight, *_), rest = (group["params"] for group in mixed(model))
-        groups = [{"params": rest, "optimizer_class": optim.AdamW, "lr": 1e-3}]
-        cls: Any = ZeroRedundancyOptimizer if sharded else MultiClass
-        opt = cls([{"params": []}, *groups], optim.SGD, lr=0.7)
-        opt.add_param_group({"params": [weight], "optimizer_class": optim.Adafactor})
-        assert opt.param_groups[-1]["lr"] == apart[0].param_groups[0]["lr"]
-        steps(model, opt, range(3))
-        assert_same(list(reference.parameters()), list(model.parameters()))
-
-
-@on_ranks(2)
 def test_a_group_whose_class_refuses_its_options_changes_nothing() -> list[Any]:
     results = []
     for refused in (False, True):
@@ -231,4 +304,31 @@ def test_a_group_whose_class_refuses_its_options_changes_nothing() -> list[Any]:
         more.grad = torch.ones(9, 9)
         steps(model, opt, range(2, 4))
         results.append([more.detach(), *copies(model.parameters())])
+    return differing(*results)
+
+
+@on_ranks(2, 3)
+def test_freezing_and_adding_groups_keep_the_numbers() -> list[int]:
+    """Freezing, unfreezing and adding groups move the state of both classes."""
+    results = []
+    for make in (MultiClass, functools.partial(ZeroRedundancyOptimizer, bucket_bytes=1 << 14)):
+        module = gpt()
+        (first, second, *hidden), rest = (group["params"] for group in mixed(module))
+        groups = [{"params": hidden, "optimizer_class": optim.Muon, **MUON}, {"params": []}]
+        opt: Any = make([*groups, {"params": rest}], optim.AdamW, **ADAMW)
+        params = list(module.parameters())
+        for step in range(9):
+            if step == 2:
+                opt.add_param_group({"params": [first], "optimizer_class": optim.Muon})
+                opt.add_param_group({"params": [second], "lr": 0.01})
+                # The default of its own class, not of the one that the other groups have.
+                assert opt.param_groups[-2]["lr"] == 1e-3
+            for param in (hidden[0], rest[0]):
+                param.requires_grad_(not 3 <= step < 6)
+            set_gradients(params, step)
+            opt.step()
+            opt.zero_grad()
+        names = [group["optimizer_class"].split(".")[-1] for group in opt.param_groups]
+        assert names == ["Muon", "AdamW", "AdamW", "Muon", "AdamW"]
+        results.append(copies(params))
     return differing(*results)

@@ -25,7 +25,7 @@ from traffic import counted
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.gradients.lockstep import Lockstep
-from shardstep.plan import share
+from shardstep.plan import shares
 
 SHAPES = [(53, 17), (7,), (131, 67), (), (64,), (0,), (1009,), (40, 33)]
 CLASSES = [
@@ -74,19 +74,24 @@ def test_a_frozen_parameter_with_a_gradient_is_updated_as_torch_does() -> None:
 
 
 @on_ranks(3)
-def test_frozen_parameters_are_not_communicated() -> None:
+def test_a_step_is_one_gather_per_bucket_without_frozen_parameters() -> None:
     for layout, view in COMBINATIONS:
-        params = make_params(SHAPES, frozen=())
+        params = make_params([*SHAPES, (300, 300), (200, 200)], frozen=())
         with counted() as traffic:
-            opt = ZeroRedundancyOptimizer(params, optim.SGD, None, view, layout=layout, lr=0.1)
+            opt = ZeroRedundancyOptimizer(
+                params, optim.SGD, None, view, layout=layout, bucket_bytes=1 << 12, lr=0.1
+            )
+        assert len(opt.plan.training_buckets) > 1
 
         def sent(step: int, params: Any = params, opt: Any = opt, traffic: Any = traffic) -> int:
             """Take a step; return the bytes that all ranks send for it."""
             traffic.reset()
             set_gradients(params, step, missing=False)
             opt.step()
+            # A gather for each bucket, and one for the ranks' notes.
+            assert traffic.calls["all_gather"] == len(opt.plan.training_buckets) + 1
             nbytes = traffic.nbytes["all_gather"] - Lockstep.nbytes * (opt.world_size - 1)
-            assert nbytes == share(opt.plan, opt.rank).gather_nbytes_sent, step
+            assert nbytes == shares(opt.plan)[opt.rank].gather_nbytes_sent, step
             everyones = torch.tensor(nbytes)
             dist.all_reduce(everyones)
             trained = sum(p.numel() for p in params if p.requires_grad) * 4
@@ -96,12 +101,15 @@ def test_frozen_parameters_are_not_communicated() -> None:
             return int(everyones)
 
         all_of_them = sent(0)
-        freeze(params, 0, 2)
+        freeze(params, 0, 2, 8)
         assert sent(1) < all_of_them / 2
         freeze(params, *range(len(params)))
         assert sent(2) == 0
         unfreeze(params, *range(len(params)))
         assert sent(3) == all_of_them
+        assert sent(4) == all_of_them
+        assert traffic.calls.keys() == {"all_gather", "header"}, "steps that change nothing"
+        assert traffic.calls["header"] == 1
 
 
 @on_ranks(2, raises=ValueError, match="param 0|param 2")

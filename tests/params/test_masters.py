@@ -198,35 +198,6 @@ def test_a_rank_without_data_goes_on_stepping_on_its_masters() -> None:
 # --------------------------------------------------------------------- what is sent, kept, scaled
 
 
-@on_ranks(2)
-def test_parameters_travel_in_their_own_dtype_and_gradients_as_told() -> None:
-    """Bytes that this rank has sent for gradients and for parameters, by the wire's dtype."""
-    found = {}
-    for wire in (None, BF16, FP32):
-        module = bf16_mlp()
-        opt = zero_of(module, precision=MixedPrecision(reduce_dtype=wire))
-        loss_of(module, 0).backward()
-        opt.mode.pipeline.gradients.collect()
-        reduced = opt.shards.comm.ledger.nbytes_sent["reduce_scatter"]
-        opt.step()
-        found[wire] = (reduced, opt.mode.gather_comm.ledger.nbytes_sent["all_gather"])
-    reduced, gathered = found[None]
-    assert reduced == gathered  # 16 bits both ways
-    assert found[BF16] == (reduced, gathered)
-    assert found[FP32] == (2 * reduced, gathered)
-
-
-@on_ranks(2)
-def test_what_never_trained_has_no_master() -> None:
-    module = bf16_mlp()
-    for layer in list(module.layers)[:-1]:
-        layer.requires_grad_(False)
-    opt = zero_of(module)
-    numel = torch.tensor(sum(each.numel() for each in opt.shards.masters().values()))
-    dist.all_reduce(numel)
-    assert numel == sum(param.numel() for param in module.layers[-1].parameters())
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
 def test_a_grad_scaler_unscales_fp16_gradients_in_fp32(layout: str) -> None:

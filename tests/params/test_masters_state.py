@@ -165,24 +165,6 @@ def test_masters_of_another_model_are_refused(masters: Any, match: str) -> None:
     assert all(torch.equal(before[i], master) for i, master in opt.shards.masters().items())
 
 
-@on_ranks(2)
-def test_masters_can_be_taken_and_put_back_piece_by_piece() -> None:
-    """What a checkpoint of pieces does: take this rank's masters, and put them back."""
-    module = bf16_mlp()
-    opt = zero_of(module)
-    train_on(module, opt, range(3))
-    kept = {index: master.clone() for index, master in opt.shards.masters().items()}
-    pieces = {piece.param: piece for piece in opt.plan.pieces(opt.rank)}
-    for index, master in kept.items():
-        numel = pieces[index].param_interval.numel
-        assert master.shape == (opt.plan.specs[index].shape if pieces[index].entire else (numel,))
-    opt.shards.set_masters({})
-    assert all(torch.equal(m, m.bfloat16().float()) for m in opt.shards.masters().values())
-    opt.shards.set_masters(kept)
-    assert all(torch.equal(kept[i], m) for i, m in opt.shards.masters().items())
-    assert kept.keys() == pieces.keys()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("policy", [MASTERS, AT_RANDOM], ids=["masters", "at random"])
 @on_ranks(2)

@@ -21,9 +21,6 @@ HOMES = [OwnStorage, BucketViews]
 LAYOUTS = ["sliced", "whole"]
 
 
-# --------------------------------------------------------------------- dense and flat
-
-
 DENSE = [
     torch.ones(()),
     torch.ones(0),
@@ -56,28 +53,6 @@ def test_tensors_are_dense_without_gaps_and_overlaps() -> None:
     for tensor in [*DENSE, *GAPS_OR_OVERLAPS]:
         dense = any(tensor is each for each in DENSE)
         assert is_dense(tensor) is dense, f"{tuple(tensor.shape)}, strides {tensor.stride()}"
-
-
-def test_flat_is_a_view_in_memory_order_that_autograd_does_not_follow() -> None:
-    memory = torch.arange(120.0)
-    param = torch.nn.Parameter(memory.view(2, 4, 5, 3).permute(0, 3, 1, 2))  # channels-last
-    view = flat(param)
-    assert torch.equal(view, memory)
-    assert not view.requires_grad
-    view[7] = -1
-    assert memory[7] == -1
-    assert view.data_ptr() == param.data_ptr()
-    assert torch.equal(flat(memory[14:18].view(2, 2)), torch.tensor([14.0, 15.0, 16.0, 17.0]))
-
-
-def test_flat_with_other_strides_is_a_copy_in_the_order_of_those() -> None:
-    grad = torch.arange(6.0).view(2, 3)
-    columns_first = flat(grad, (1, 2))
-    assert torch.equal(columns_first, torch.tensor([0.0, 3.0, 1.0, 4.0, 2.0, 5.0]))
-    assert columns_first.data_ptr() != grad.data_ptr()
-    assert flat(grad, (3, 1)).data_ptr() == grad.data_ptr()
-    grad = torch.tensor(2.0).expand(2, 3)  # what the backward pass of sum() gives
-    assert torch.equal(flat(grad, (3, 1)), torch.full((6,), 2.0))
 
 
 # --------------------------------------------------------------------- the two homes
@@ -232,36 +207,6 @@ def test_parameters_in_buckets_have_storages_of_their_own_size(dtype: torch.dtyp
     del home
     gc.collect()
     assert_same(params, expected)  # the memory outlives the home
-
-
-@pytest.mark.parametrize("home", HOMES)
-def test_a_home_is_intact_until_a_parameter_moves_and_again_after_attach(
-    home: Callable[..., ParamStorage],
-) -> None:
-    params = make_params()
-    plan = make_plan(params, 2, "sliced")
-    mine = home(plan, params, 0)
-    mine.attach()
-    assert mine.intact()
-    params[0].data.mul_(2)
-    assert mine.intact(), "writing in place is not moving"
-    for index in (0, 4):
-        params[index].data = params[index].detach().clone() + 1
-        assert not mine.intact()
-        expected = copies(params)
-        mine.attach()
-        assert mine.intact()
-        assert_same(params, expected)
-    # Loading reads the parameters where they are now, at every step.
-    for _ in range(2):
-        for param in params:
-            param.data.add_(1)
-        for bucket, message in zip(plan.training_buckets, mine.messages, strict=True):
-            buffer = message.load()
-            assert (buffer.dtype, buffer.shape) == (bucket.dtype, (bucket.numel,))
-            for piece in bucket.pieces(0):
-                own = flat(params[piece.param])[piece.param_interval.slice]
-                assert torch.equal(buffer[piece.bucket_offset :][: own.numel()], own)
 
 
 def test_detached_parameters_no_longer_lie_in_the_buckets() -> None:

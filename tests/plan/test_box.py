@@ -95,21 +95,6 @@ def test_an_overlap_is_found_exactly_if_two_boxes_have_an_element_in_common(
     assert found is None or found[0].intersect(found[1]) is not None
 
 
-@given(stretches(), st.integers(9, 60))
-def test_boxes_of_one_tensor_do_not_overlap(
-    given: tuple[torch.Tensor, Interval], step: int
-) -> None:
-    tensor, _ = given
-    cuts = [*range(0, tensor.numel(), step + 1), tensor.numel()]
-    found = [
-        box
-        for start, stop in itertools.pairwise(cuts)
-        for _, box in boxes(Interval(start, stop), tensor.shape, tensor.stride())
-    ]
-    assert overlap(found) is None
-    assert not found or sum(box.numel for box in found) == tensor.numel()
-
-
 def test_thousands_of_chunks_are_compared_in_no_time() -> None:
     chunks = [
         box

@@ -6,7 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,13 +15,16 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import bucket_sizes, layouts, plans, spec_lists, world_sizes
 
 from shardstep.layouts.cost import newton_schulz
 from shardstep.plan import (
     ALIGNMENT,
+    Copy,
+    Holding,
+    Interval,
     Layout,
     ParamSpec,
     ShardPlan,
@@ -29,6 +32,7 @@ from shardstep.plan import (
     StateSize,
     default_bucket_bytes,
     shares,
+    transfers,
 )
 from shardstep.plan.models import model
 from shardstep.plan.placement import FIRST_BUCKET_BYTES, MIN_SEGMENT_UNITS
@@ -71,7 +75,6 @@ def test_each_element_has_one_owner_and_lies_in_its_rank_s_segment(plan: ShardPl
         assert len({piece.param for piece in pieces}) == len(pieces), "one of a parameter at most"
         assert plan.intervals(group_rank) == {p.param: p.param_interval for p in pieces}
         for piece in pieces:
-            assert piece.group_rank == group_rank
             owners[piece.param][piece.param_interval.slice] += 1
             holders_of_empty[piece.param] += piece.param_interval.numel == 0
             start = offsets[piece.bucket, piece.param] + piece.param_interval.start
@@ -92,8 +95,17 @@ def test_a_bucket_has_one_dtype_one_device_aligned_cuts_and_is_trained_or_frozen
     plan: ShardPlan,
 ) -> None:
     assert ALIGNMENT == UNIT
-    for bucket in plan.buckets:
+    for index, bucket in enumerate(plan.buckets):
+        assert bucket.index == index
+        assert bucket.cuts[0] == 0
+        assert [*bucket.cuts] == sorted(bucket.cuts)
         assert [cut % UNIT for cut in bucket.cuts] == [0] * (plan.world_size + 1)
+        assert {plan.specs[slot.param].layout for slot in bucket.slots} == {
+            "sliced" if bucket.even else "whole"
+        }
+        ends = [0, *(slot.bucket_offset + footprint(slot.numel) for slot in bucket.slots)]
+        starts = [*(slot.bucket_offset for slot in bucket.slots), bucket.numel]
+        assert all(end <= start for end, start in zip(ends, starts, strict=True)), "an overlap"
         for slot in bucket.slots:
             spec = plan.specs[slot.param]
             assert slot.bucket_offset % UNIT == 0
@@ -101,6 +113,8 @@ def test_a_bucket_has_one_dtype_one_device_aligned_cuts_and_is_trained_or_frozen
             assert spec.trainable is not bucket.frozen
     assert plan.training_buckets == plan.buckets[: len(plan.training_buckets)]
     assert all(bucket.frozen for bucket in plan.buckets[len(plan.training_buckets) :])
+    training = [min(slot.param for slot in bucket.slots) for bucket in plan.training_buckets]
+    assert training == sorted(training), "reductions leave in about the order of backward"
 
 
 @given(spec_lists(), world_sizes, layouts, bucket_sizes)
@@ -130,7 +144,7 @@ def test_a_bucket_is_closed_with_the_parameter_that_fills_it(
 # ------------------------------------------------------------------------------ fairness
 
 
-@given(plans(layout=st.just("sliced")))
+@given(plans(layout="sliced"))
 def test_sliced_gives_no_rank_a_unit_per_bucket_more_than_its_share(plan: ShardPlan) -> None:
     """Precisely: per bucket, a rank holds less than (room taken) / N + 64 elements.
 
@@ -153,14 +167,16 @@ def test_sliced_gives_no_rank_a_unit_per_bucket_more_than_its_share(plan: ShardP
     assert most <= mean + padding + UNIT * len(plan.training_buckets)
 
 
-@given(plans(layout=st.just("whole")))
-def test_whole_gives_no_rank_more_than_the_mean_and_one_largest_parameter(plan: ShardPlan) -> None:
+@given(spec_lists(), world_sizes)
+def test_whole_gives_no_rank_more_than_the_mean_and_one_largest_parameter(
+    specs: list[ParamSpec], world_size: int
+) -> None:
     """In bytes, so that mixed dtypes are balanced together; Graham's bound for greedy dealing."""
+    plan = ShardPlan.make(specs, world_size, "whole")
     nbytes = [spec.nbytes for spec in plan.specs if spec.trainable]
     if not nbytes:
         return
     held = [share.nbytes for share in shares(plan)]
-    world_size = plan.world_size
     assert max(held) * world_size <= sum(nbytes) + (world_size - 1) * max(nbytes)
 
 
@@ -186,9 +202,7 @@ def test_a_share_counts_what_the_pieces_and_segments_of_its_rank_say(plan: Shard
     total = 0
     for group_rank, estimated in enumerate(shares(plan, policy, sizes)):
         mine = owned(plan, group_rank)
-        assert estimated.group_rank == group_rank
-        assert estimated.numel == plan.numel(group_rank)
-        assert estimated.numel == sum(stop - start for _, start, stop in mine)
+        assert plan.numel(group_rank) == sum(stop - start for _, start, stop in mine)
         assert estimated.nbytes == sum(
             (stop - start) * plan.specs[param].dtype.itemsize for param, start, stop in mine
         )
@@ -206,7 +220,7 @@ def test_a_share_counts_what_the_pieces_and_segments_of_its_rank_say(plan: Shard
         assert estimated.gather_nbytes_sent == gathered
         assert estimated.reduce_nbytes_sent == reduced
         assert estimated.gradient_nbytes == gradients
-        total += estimated.numel
+        total += plan.numel(group_rank)
     assert total == sum(spec.numel for spec in plan.specs if spec.trainable)
 
 
@@ -242,39 +256,20 @@ def test_a_bucket_of_exactly_bucket_bytes_is_full() -> None:
     assert [len(bucket.slots) for bucket in plan.buckets] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_llama_3_8b_is_planned_for_1024_ranks_in_two_seconds(layout: str) -> None:
-    specs = model("llama3-8b")
-    assert sum(spec.numel for spec in specs) == 8_030_261_248
+@pytest.mark.parametrize(
+    ("name", "layout", "world_size"),
+    [("llama3-8b", "sliced", 1024), ("llama3-8b", "whole", 1024), ("llama3-70b", "whole", 4096)],
+)
+def test_a_large_model_is_planned_in_two_seconds(name: str, layout: Any, world_size: int) -> None:
+    specs = [replace(s, cost=newton_schulz((*s.shape, 1)[:2], 5)) for s in model(name)]
     start = time.process_time()
-    plan = ShardPlan.make(specs, 1024, layout)
+    plan = ShardPlan.make(specs, world_size, layout)
+    assert len(shares(plan)) == world_size
     assert len(plan.fingerprint) == 64
     assert time.process_time() - start < 2
 
 
-def test_llama_3_70b_with_costs_is_planned_for_4096_ranks_in_two_seconds() -> None:
-    specs = [
-        replace(spec, layout="whole", cost=newton_schulz((*spec.shape, 1)[:2], 5))
-        for spec in model("llama3-70b")
-    ]
-    start = time.process_time()
-    assert len(shares(ShardPlan.make(specs, 4096))) == 4096
-    assert time.process_time() - start < 2
-
-
 # --------------------------------------------------------------------------- sameness
-
-
-@given(spec_lists(), world_sizes, layouts, bucket_sizes)
-def test_equal_inputs_give_equal_plans(
-    specs: list[ParamSpec], world_size: int, layout: str, bucket_bytes: int
-) -> None:
-    plan, again = (
-        ShardPlan.make(each, world_size, layout, bucket_bytes)
-        for each in (specs, [replace(spec) for spec in specs])
-    )
-    assert plan == again
-    assert plan.fingerprint == again.fingerprint
 
 
 @pytest.mark.slow
@@ -446,3 +441,87 @@ def test_a_valid_plan_writes_no_messages() -> None:
 def test_the_default_bucket(numel: int, layout: Layout, backend: str, mib: int) -> None:
     specs = [replace(ParamSpec.of("weight", (numel,)), layout=layout)]
     assert default_bucket_bytes(specs, MIN_BUCKET_BYTES[backend]) == mib * 2**20
+
+
+# ------------------------------------------------------------------- from plan to plan
+
+
+def check_transfers(
+    numels: Sequence[int], held: Sequence[Holding], wanted: Sequence[Holding]
+) -> list[Copy]:
+    """Play the copies element by element; the source of each must be its owner."""
+    nowhere = -1
+    owner = [np.full(numel, nowhere) for numel in numels]
+    for source, holding in enumerate(held):
+        for param, interval in holding.items():
+            owner[param][interval.slice] = source
+    copies = list(transfers(held, wanted))
+    for target, holding in enumerate(wanted):
+        for param, interval in holding.items():
+            came_from = np.full(numels[param], nowhere)
+            for copy in copies:
+                if (copy.target, copy.param) == (target, param):
+                    piece = came_from[copy.param_interval.slice]
+                    assert len(piece) == copy.param_interval.numel
+                    assert (piece == nowhere).all(), "an element arrives twice"
+                    piece[:] = copy.source
+            expected = np.full(numels[param], nowhere)
+            expected[interval.slice] = owner[param][interval.slice]
+            np.testing.assert_array_equal(came_from, expected)
+    for copy in copies:
+        assert copy.param in wanted[copy.target], "no rank asked for this"
+    order = [(copy.source, copy.target, copy.param) for copy in copies]
+    assert order == sorted(order)
+    return copies
+
+
+@settings(max_examples=60)
+@given(spec_lists(max_size=6), world_sizes, world_sizes, layouts, layouts, bucket_sizes)
+def test_transfers_bring_every_element_from_plan_a_to_plan_b(
+    specs: list[ParamSpec],
+    ranks_before: int,
+    ranks_after: int,
+    layout_before: str,
+    layout_after: str,
+    bucket_bytes: int,
+) -> None:
+    before = ShardPlan.make(specs, ranks_before, layout_before, bucket_bytes)
+    after = ShardPlan.make(specs, ranks_after, layout_after)
+    copies = check_transfers([s.numel for s in specs], before.holdings, after.holdings)
+    # Empty parameters have state too, so each still goes from somewhere to somewhere.
+    empty = {index for index, spec in enumerate(specs) if not spec.numel}
+    assert sorted(c.param for c in copies if c.param in empty) == sorted(empty)
+
+
+@given(plans(), st.integers(0, 16))
+def test_transfers_bring_everything_to_one_rank_and_nothing_to_the_others(
+    plan: ShardPlan, to: int
+) -> None:
+    to %= plan.world_size
+    everything = {index: Interval(0, spec.numel) for index, spec in enumerate(plan.specs)}
+    wanted = [everything if rank == to else {} for rank in range(plan.world_size)]
+    copies = check_transfers([spec.numel for spec in plan.specs], plan.holdings, wanted)
+    assert {copy.target for copy in copies} == {to}
+
+
+@given(plans())
+def test_transfers_from_a_plan_to_itself_stay_at_home(plan: ShardPlan) -> None:
+    copies = list(transfers(plan.holdings, plan.holdings))
+    assert all(copy.source == copy.target for copy in copies)
+    assert len(copies) == sum(len(holding) for holding in plan.holdings)
+
+
+def intervals(numel: int) -> st.SearchStrategy[Interval]:
+    ends = st.tuples(st.integers(0, numel), st.integers(0, numel))
+    return ends.filter(lambda e: e[0] != e[1]).map(lambda e: Interval(min(e), max(e)))
+
+
+@given(intervals(20), intervals(20), st.integers(-5, 5))
+def test_intervals_intersect_and_shift_as_sets_of_positions(
+    one: Interval, other: Interval, offset: int
+) -> None:
+    both = one.intersect(other)
+    assert set(range(*both)) == set(range(*one)) & set(range(*other))
+    assert both.numel == len(range(*both))
+    assert list(range(*one.shift(offset))) == [position + offset for position in range(*one)]
+    assert list(range(30))[one.slice] == list(range(*one))

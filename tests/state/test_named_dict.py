@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from models import TwoLayers as Net
 from models import consolidated
+from models import train_alike as train
 from on_ranks import on_ranks
-from problems import LAYOUTS, assert_alike, copies, differing, set_gradients
+from problems import LAYOUTS, assert_alike, differing, set_gradients
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -30,34 +32,12 @@ from shardstep.params.names import strip_wrapper_prefixes
 MODES = ("nested", "flat")
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.up = nn.Linear(24, 50)
-            self.down = nn.Linear(50, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
-
-
 def groups_of(net: nn.Module, names: bool = False) -> list[dict[str, Any]]:
     """Weights decay, biases do not."""
     pairs = list(net.named_parameters())
     decaying = [pair if names else pair[1] for pair in pairs if pair[1].ndim > 1]
     others = [pair if names else pair[1] for pair in pairs if pair[1].ndim <= 1]
     return [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-
-
-def train(net: nn.Module, opt: Any, steps: range) -> list[torch.Tensor]:
-    """Every rank has the same data; the mean over two of them is exact."""
-    for step in steps:
-        random = torch.Generator().manual_seed(step)
-        net(torch.randn(8, 24, generator=random)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
-    return copies(net.parameters())
 
 
 def zero(layout: str = "auto", **options: Any) -> tuple[Net, ZeroRedundancyOptimizer]:

@@ -48,7 +48,14 @@ class Wrapped:
         return type(self)(self._inner.new_connection(*options))
 
     def new_pair(self) -> tuple[Comm, Comm]:
-        return self.new_connection(), self.new_connection()
+        """Return the same doubles over a new pair."""
+        one, other = map(type(self), self._inner.new_pair())
+        one.other, other.other = other, one
+        return one, other
+
+    def queue(self, number: int) -> Comm:
+        """Return this double or the other of the pair."""
+        return self if self._inner.queue(number) is self._inner else self.other
 
 
 def spoil(buffer: torch.Tensor) -> None:
@@ -101,13 +108,10 @@ class AnyOrder(Wrapped):
     """
 
     def __init__(self, inner: Comm) -> None:
-        super().__init__(LateArrival(inner))
+        super().__init__(inner if isinstance(inner, LateArrival) else LateArrival(inner))
         self._random = random.Random(inner.group_rank)
         self._in_flight: list[_Late] = []
         self.landed_early = 0
-
-    def new_connection(self, *options: Any) -> Comm:
-        return AnyOrder(self._inner._inner.new_connection(*options))
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int], *operation: Any) -> Work:
         return self._fly(self._inner.all_gather(buffer, cuts, *operation))

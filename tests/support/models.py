@@ -89,6 +89,29 @@ class MLP(nn.Module):
         return self.layers[-1](x)
 
 
+class TwoLayers(nn.Module):
+    """Two linear layers, the same on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.up = nn.Linear(24, 50)
+            self.down = nn.Linear(50, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def train_alike(net: nn.Module, opt: Any, steps: range) -> list[Tensor]:
+    """Train `TwoLayers`. Every rank has the same data; the mean over two of them is exact."""
+    for step in steps:
+        net(noise(step, 8, 24, of=0)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return copies(net.parameters())
+
+
 class Branching(nn.Module):
     """Takes the branches it is told to; `never` is taken by nobody."""
 

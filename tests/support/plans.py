@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 
@@ -43,5 +45,20 @@ bucket_sizes = st.sampled_from([1, 1000, 4096, 300_000, 25 * 2**20])
 
 
 @st.composite
-def plans(draw: st.DrawFn, layout: st.SearchStrategy[str] = layouts) -> ShardPlan:
-    return ShardPlan.make(draw(spec_lists()), draw(world_sizes), draw(layout), draw(bucket_sizes))
+def costly(draw: st.DrawFn) -> list[ParamSpec]:
+    """Parameters that may not be cut, of any cost, with some that may."""
+    return [
+        replace(
+            spec,
+            layout=draw(st.sampled_from(["whole", "whole", "sliced"])),
+            cost=draw(st.sampled_from([0, 1, 1000, 10**9, spec.numel**2])),
+        )
+        for spec in draw(spec_lists())
+    ]
+
+
+@st.composite
+def plans(draw: st.DrawFn, layout: str | None = None) -> ShardPlan:
+    """Plans of one layout, or of several."""
+    specs = draw(st.one_of(spec_lists(), costly()))
+    return ShardPlan.make(specs, draw(world_sizes), layout, draw(bucket_sizes))

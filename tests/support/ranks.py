@@ -419,14 +419,13 @@ def _run_call(job: _Job, rank: int, stacks: int) -> None:
     faulthandler.register(signal.SIGUSR1, stacks)
     # Ends a rank whose pytest was killed during the call.
     faulthandler.dump_traceback_later(job.timeout + 2 * GRACE, exit=True, file=stacks)
-    limit = timedelta(seconds=0.4 * job.timeout)
     try:
         dist.init_process_group(
             job.backend,
-            store=dist.TCPStore(_HOST, job.port, is_master=False, timeout=limit),
+            store=_meet(job, rank),
             rank=rank,
             world_size=job.world_size,
-            timeout=limit,
+            timeout=timedelta(seconds=0.4 * job.timeout),
         )
         fn, args, kwargs = torch.load(job.folder / "call", weights_only=False)
         _report(job, rank, _Outcome(fn(*args, **kwargs), None, time.monotonic()))
@@ -439,6 +438,15 @@ def _run_call(job: _Job, rank: int, stacks: int) -> None:
         time.sleep(0.005)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+
+
+def _meet(job: _Job, rank: int) -> dist.TCPStore:
+    """Return the store of the ranks once all have reached it, which takes seconds at times."""
+    limit = timedelta(seconds=job.timeout)
+    store = dist.TCPStore(_HOST, job.port, is_master=False, timeout=limit)
+    store.set(f"here {rank}", "")
+    store.wait([f"here {each}" for each in range(job.world_size)], limit)
+    return store
 
 
 def _settings() -> dict[str, Any]:

@@ -234,7 +234,7 @@ def read_manifest(path: Path) -> Manifest:
         require_folder(path)
         inside = sorted(each.parent.name for each in path.glob(f"*/{MANIFEST}"))
         listed = f"{', '.join(inside[-5:])}{' and others' if len(inside) > 5 else ''}"
-        require(not inside, f"{path} is a folder of checkpoints: name one of them, {listed}")
+        require(not inside, f"{path} is a folder of checkpoints; name one of them: {listed}")
         raise CheckpointError(
             f"{path} has no {MANIFEST}: it is not a checkpoint, or one that was never completed"
         )

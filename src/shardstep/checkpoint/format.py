@@ -68,6 +68,12 @@ class Tree:
         """The tensors of the value, in order."""
         return leaves(self.node)
 
+    def with_stored(self, stored: dict[int, Stored]) -> Tree:
+        """Return the same value with these tensors in files."""
+        tree = Tree(self.node, stored)
+        tree.leaves = self.leaves
+        return tree
+
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""

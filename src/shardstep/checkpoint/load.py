@@ -26,7 +26,7 @@ from shardstep.checkpoint.format import SavedOptimizer, SavedParam, Stored, spli
 from shardstep.checkpoint.inputs import check_model, optimizer_and_comm, split_state_dict
 from shardstep.checkpoint.match import Match
 from shardstep.checkpoint.read import Checkpoint, saved_model, saved_optimizer
-from shardstep.comm import Comm, Operation, broadcast
+from shardstep.comm import Operation, broadcast
 from shardstep.comm.consensus import run_on_all_ranks
 from shardstep.local.multi_class import CLASS_KEY, MultiClass, parts_of
 from shardstep.params.flat import flat, view_box
@@ -93,14 +93,30 @@ def load(
     what = f"loading {path}"
     if optimizer is not None:
         optimizer.shards.wait_for_params()
-    with _open_same(comm, what, path, model) as checkpoint:
-        match = Match(checkpoint, comm, optimizer, model, strict, dict(names or {}))
+    matches: list[Match] = []
+
+    def find() -> list[str]:
+        check_model(model)
+        if path is None:
+            raise TypeError("path is None: latest() returns None if it finds no checkpoint")
+        checkpoint = Checkpoint(Path(path).absolute())
+        matches.append(Match(checkpoint, comm, optimizer, model, strict, dict(names or {})))
         # `verify` decides on collectives, so it has to agree too.
-        if len(set(run_on_all_ranks(comm, what, lambda: f"{match.find()} {bool(verify)}"))) > 1:
-            raise CheckpointError(
-                f"rank {comm.group_rank}: the ranks would load different parts of {path}; build "
-                "the same model and optimizer on all ranks, and give all the same arguments"
-            )
+        return [checkpoint.manifest.digest, f"{matches[0].find()} {bool(verify)}"]
+
+    digests, parts = map(set, zip(*run_on_all_ranks(comm, what, find), strict=True))
+    if len(digests) > 1:
+        raise CheckpointError(
+            f"rank {comm.group_rank}: the ranks find different checkpoints at {path}; it must be "
+            "on a file system that they share"
+        )
+    if len(parts) > 1:
+        raise CheckpointError(
+            f"rank {comm.group_rank}: the ranks would load different parts of {path}; build the "
+            "same model and optimizer on all ranks, and give all the same arguments"
+        )
+    match = matches[0]
+    with match.checkpoint as checkpoint:
         if verify:
             needed = _files_needed(match)[comm.group_rank :: comm.world_size]
             run_on_all_ranks(comm, what, lambda: checkpoint.verify(needed))
@@ -113,27 +129,6 @@ def load(
         loading.install(what)
     _warn(match)
     return Loaded(checkpoint.path, loading.extra, tuple(match.missing), tuple(match.unexpected))
-
-
-def _open_same(
-    comm: Comm, what: str, path: str | os.PathLike[str], model: torch.nn.Module | None
-) -> Checkpoint:
-    """Open the checkpoint, and raise if the ranks find different ones. Called on every rank."""
-    found = []
-
-    def open_it() -> str:
-        check_model(model)
-        if path is None:
-            raise TypeError("path is None: latest() returns None if it finds no checkpoint")
-        found.append(Checkpoint(Path(path).absolute()))
-        return found[0].manifest.digest
-
-    if len(set(run_on_all_ranks(comm, what, open_it))) > 1:
-        raise CheckpointError(
-            f"rank {comm.group_rank}: the ranks find different checkpoints at {path}; it must be "
-            "on a file system that they share"
-        )
-    return found[0]
 
 
 def _files_needed(match: Match) -> list[str]:
@@ -301,7 +296,9 @@ class _Loading:
         groups = []
         for group, params, options in zip(mine, group_ranges(mine), share.groups, strict=True):
             taken = {
-                k: v for k, v in options.items() if k != CLASS_KEY or isinstance(local, MultiClass)
+                key: on_device_of(group.get(key), value)
+                for key, value in options.items()
+                if key != CLASS_KEY or isinstance(local, MultiClass)
             }
             groups.append({**group, **taken, "params": list(params)})
         present = shards.local.states().items()
@@ -317,6 +314,13 @@ class _Loading:
             for rank in range(match.comm.world_size):
                 share = [_physical(weight.target) for weight in match.weights_of(rank).values()]
                 broadcast(match.comm, share, rank, Operation.LOAD)
+
+
+def on_device_of(present: Any, loaded: Any) -> Any:
+    """Return a loaded option on its present device: a learning rate may be a CUDA tensor."""
+    if isinstance(present, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded.to(present.device)
+    return loaded
 
 
 def _set_back(module: torch.nn.Module, old: Any) -> None:

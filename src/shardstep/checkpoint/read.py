@@ -16,10 +16,8 @@ import torch
 from shardstep.checkpoint.files import (
     CheckpointError,
     Manifest,
-    Progress,
     Stages,
     check_file,
-    no_progress,
     no_stages,
     read_manifest,
     require,
@@ -70,9 +68,11 @@ class Checkpoint:
         self._open.close()
         self._files.clear()
 
-    def verify(self, names: list[str] | None = None, progress: Progress = no_progress) -> None:
+    def verify(self, names: list[str] | None = None, stages: Stages = no_stages) -> None:
         """Compare these files, or all, with their digests."""
-        for name in sorted(self.manifest.files) if names is None else names:
+        names = sorted(self.manifest.files) if names is None else names
+        progress = stages("checking", sum(self.manifest.files[name].nbytes for name in names))
+        for name in names:
             check_file(self.path / name, self.manifest.files[name], progress)
 
     def check_chunks(self, tensors: Iterable[tuple[str, Stored]]) -> None:
@@ -199,11 +199,10 @@ def verify(path: str | os.PathLike[str], *, stages: Stages = no_stages) -> tuple
         CheckpointError: naming the first file that is wrong.
     """
     with Checkpoint(Path(path)) as checkpoint:
-        nbytes = checkpoint.manifest.nbytes
-        checkpoint.verify(progress=stages("checking", nbytes))
+        checkpoint.verify(stages=stages)
         tensors = list(checkpoint.contents.tensors())
         checkpoint.check_chunks(tensors)
-        return nbytes, len(tensors)
+        return checkpoint.manifest.nbytes, len(tensors)
 
 
 def optimizer_dict(checkpoint: Checkpoint, *, named: bool = False) -> dict[str, Any]:

@@ -273,6 +273,10 @@ def find_checkpoints(
 
 def check_lengths(path: Path, manifest: Manifest) -> None:
     """Raise `CheckpointError` if files of a checkpoint are missing or of another length."""
-    files = manifest.files.items()
-    wrong = sorted(name for name, each in files if length_of(path / name) != each.nbytes)
-    require(not wrong, f"{path}: missing or of another length: {', '.join(wrong)}")
+    lengths = {name: length_of(path / name) for name in sorted(manifest.files)}
+    wrong = [
+        f"{name} {'is missing' if length is None else 'has another length'}"
+        for name, length in lengths.items()
+        if length != manifest.files[name].nbytes
+    ]
+    require(not wrong, f"{path}: {'; '.join(wrong)}")

@@ -14,7 +14,7 @@ import os
 import platform
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ from shardstep.params.flat import view_box
 from shardstep.params.groups import group_ranges
 from shardstep.params.names import unwrapped, unwrapped_name
 from shardstep.plan import Box, ShardPlan, boxes
-from shardstep.state.exchange import Survey, survey
+from shardstep.state.exchange import Kept, survey
 from shardstep.state.tree import encode
 
 if TYPE_CHECKING:
@@ -104,10 +104,11 @@ def plan_save(
         shown = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(given))
         raise ValueError(f"all ranks have to save the same to one path, but were given {shown}")
     files = FileLayout(comm.world_size, {comm.group_rank})
-    kept: Survey = {}, {}
+    kept: dict[int, Kept] = {}
     if optimizer is not None:
         shards = optimizer.shards
         shards.wait_for_params()
+        shards.check_in_step()
         own = attach_masters(shards.local.states(), shards.masters())
         kept = survey(comm, shards.plan, own)
 
@@ -140,29 +141,29 @@ def _add_optimizer(
     files: FileLayout,
     optimizer: ZeroRedundancyOptimizer,
     model: torch.nn.Module | None,
-    kept: Survey,
+    kept: Mapping[int, Kept],
 ) -> SavedOptimizer:
     """Assign the state that the ranks keep to files."""
-    shards, (states, tensors) = optimizer.shards, kept
+    shards = optimizer.shards
     names, positional = names_of(optimizer, model)
     pieces, held = pieces_of(shards.plan), shards.held
 
     def part(index: int, number: int, box: Box) -> torch.Tensor:
         """Return a box of a tensor of a parameter's state, which this rank holds."""
-        state, tensor = states[index], tensors[index][number]
+        state = kept[index]
         if not (state.shared and state.per_element[number]):
-            return tensor
-        return view_box(tensor, box, state.spec.stride, held[index].start)
+            return state.tensors[number]
+        return view_box(state.tensors[number], box, state.spec.stride, held[index].start)
 
     params = []
     for index, spec in enumerate(shards.plan.specs):
-        kept_state = states.get(index)
-        state = None if kept_state is None else Tree(master_in_file(kept_state.node), {})
-        if kept_state is not None and state is not None and state.node is kept_state.node:
-            state.leaves = kept_state.leaves  # to save the time of decoding them again
+        state = None
+        if index in kept:
+            state = Tree(master_in_file(kept[index].node), {})
+            if state.node is kept[index].node:
+                state.leaves = kept[index].leaves  # decoding them again takes a tenth of a save
         param = SavedParam(names[index], spec.shape, spec.dtype, spec.trainable, state)
-        files.add_state(index, param, pieces[index], partial(part, index))
-        params.append(param)
+        params.append(files.add_state(index, param, pieces[index], partial(part, index)))
     shards.sync_options()
     global_state = shards.local.global_state()
     if not all(isinstance(key, str) for key in global_state):
@@ -274,14 +275,15 @@ class FileLayout:
         param: SavedParam,
         pieces: Sequence[tuple[int, Box]],
         source: Callable[[int, Box], Source],
-    ) -> None:
+    ) -> SavedParam:
         """Assign the tensors of a parameter's state that are not in the text to files.
 
         `pieces` are the boxes of the parameter, each with its rank. `source` returns a box of a
         tensor by its number, on the rank that writes it.
         """
         if param.state is None:
-            return
+            return param
+        stored = {}
         for number, leaf in enumerate(param.state.leaves):
             if leaf.data is not None:
                 continue
@@ -292,7 +294,8 @@ class FileLayout:
                 key = f"{index}.{number}:{param.name}:{leaf.path}@{list(box.offsets)}"
                 tensor = source(number, box) if rank in self._own_ranks else None
                 chunks.append(self.add_chunk("optimizer", rank, key, box, tensor))
-            param.state.stored[number] = Stored(leaf.dtype, leaf.shape, tuple(chunks))
+            stored[number] = Stored(leaf.dtype, leaf.shape, tuple(chunks))
+        return replace(param, state=param.state.with_stored(stored))
 
     def add_model(self, model: ModelState, of_rank_0: Container[str] = ()) -> SavedModel:
         """Assign a model's tensors, which every rank has, to ranks."""

@@ -9,7 +9,7 @@ import typer
 from shardstep import __version__
 from shardstep.cli.bundled import bench, demo
 from shardstep.cli.checkpoint import app as checkpoint_app
-from shardstep.cli.flags import App
+from shardstep.cli.options import App
 from shardstep.cli.plan import plan
 
 app = App(name="shardstep", add_completion=False, pretty_exceptions_show_locals=False)

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from shardstep import checkpoint as ckpt
 from shardstep.checkpoint.offline.export import Form
-from shardstep.cli.flags import App
-from shardstep.cli.option_values import parse_nbytes
+from shardstep.cli.options import App, parse_nbytes
 from shardstep.cli.reporting import printable, reporting
+from shardstep.params.names import shorten_list
 from shardstep.plan import Layout
 
 app = App(help="Inspect, verify, reshard, export and import checkpoints.")
@@ -30,7 +30,6 @@ NoVerify = Annotated[
 ]
 
 
-MAX_NAMES = 5
 MAX_WIDTH = 60
 
 
@@ -45,7 +44,7 @@ def inspect(
     ],
     as_json: AsJson = False,
     tensors: Annotated[
-        bool, typer.Option("--tensors", help="List every tensor and its files.")
+        bool, typer.Option("--tensors", help="List the tensors in safetensors files.")
     ] = False,
 ) -> None:
     """Describe a checkpoint, or list the checkpoints in a folder.
@@ -59,12 +58,13 @@ def inspect(
         single = ckpt.is_checkpoint(path)
         info = ckpt.summary(path, tensors=tensors) if single else ckpt.listing(path)
         report = _summary_report(info) if single else _listing_report(info)
-        if as_json:
-            typer.echo(json.dumps(info, indent=2))
-        else:
-            Console(width=None if Console().is_terminal else 160).print(report)
-        if info.get("damage"):
-            raise ckpt.CheckpointError(info["damage"])
+    if as_json:
+        typer.echo(json.dumps(info, indent=2))
+    else:
+        Console(width=None if Console().is_terminal else 160).print(report)
+    if info.get("damage"):
+        typer.echo(f"error: {printable(info['damage'])}", err=True)
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -234,43 +234,36 @@ def _summary_report(info: Mapping[str, Any]) -> RenderableType:
     facts.title_justify = "left"
     facts.add_column(style="bold", no_wrap=True)
     for name, value in _facts(info):
-        facts.add_row(name, _text(value))
-    parts: list[RenderableType] = [facts]
+        _add_row(facts, name, value)
+    parts = [facts]
     if info["optimizer"] is not None:
-        groups = _table("group>", "parameters>", "elements>", "options")
+        parts.append(_table("group>", "parameters>", "elements>", "options"))
         for number, group in enumerate(info["optimizer"]["groups"]):
             options = ", ".join(f"{key}={_short(value)}" for key, value in group["options"].items())
-            counts = (f"{group[key]:,}" for key in ("parameters", "elements"))
-            groups.add_row(str(number), *counts, _text(options))
-        parts.append(groups)
-    files = _table("file", "bytes>")
+            _add_row(parts[-1], number, group["parameters"], group["elements"], options)
+    parts.append(_table("file", "bytes>"))
     for name, nbytes in info["files"].items():
-        files.add_row(_text(name), "missing" if name in info["missing"] else f"{nbytes:,}")
-    parts.append(files)
+        _add_row(parts[-1], name, "missing" if name in info["missing"] else nbytes)
     if "tensors" in info:
-        tensors = _table("tensor", "dtype", "shape", "bytes>", "chunks>", "files")
+        parts.append(_table("tensor", "dtype", "shape", "bytes>", "chunks>", "files"))
         for each in info["tensors"]:
             names = {chunk["file"].removesuffix(".safetensors") for chunk in each["chunks"]}
-            numbers = (f"{each['nbytes']:,}", str(len(each["chunks"])))
-            form = (each["dtype"], str(each["shape"]))
-            tensors.add_row(_text(each["name"]), *form, *numbers, _text(_first_few(sorted(names))))
-        parts.append(tensors)
+            form = (each["name"], each["dtype"], each["shape"], each["nbytes"])
+            _add_row(parts[-1], *form, len(each["chunks"]), shorten_list(sorted(names)))
     return Group(*parts)
 
 
 def _listing_report(info: Mapping[str, Any]) -> RenderableType:
     """Lay out a description that `checkpoint.listing` returned."""
-    table = _table("checkpoint", "saved at", "size>", "ranks>", "")
-    table.title, table.title_justify = _text(info["path"]), "left"
+    table = _table("checkpoint", "saved at", "size>", "ranks>", "", title=info["path"])
     for entry in info["checkpoints"]:
-        table.add_row(
-            _text(_last(entry["path"])),
-            entry["saved_at"],
-            show_nbytes(entry["nbytes"]),
-            _text(entry["made_by"].get("world_size", "?")),
-            "newest" if entry["newest"] else "",
-        )
-    lines = [f"{_last(each['path'])}: not complete: {each['why']}" for each in info["damaged"]]
+        name, size = _last(entry["path"]), show_nbytes(entry["nbytes"])
+        ranks, newest = entry["made_by"].get("world_size", "?"), "newest" if entry["newest"] else ""
+        _add_row(table, name, entry["saved_at"], size, ranks, newest)
+    lines = [
+        f"{_last(each['path'])}: not complete: {each['why'].removeprefix(each['path'] + ': ')}"
+        for each in info["damaged"]
+    ]
     for each in info["unfinished"]:
         left = "left by a save that did not finish; the next save here removes it"
         what = "a save is under way" if each["under_way"] else left
@@ -278,13 +271,17 @@ def _listing_report(info: Mapping[str, Any]) -> RenderableType:
     return Group(table, *map(_text, lines))
 
 
-def _table(*columns: str) -> Table:
+def _table(*columns: str, title: str | None = None) -> Table:
     """Make a table; a column whose name ends with `>` has numbers."""
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, title=title and _text(title), title_justify="left")
     for name in columns:
         justify = "right" if name.endswith(">") else "left"
         table.add_column(name.removesuffix(">"), justify=justify, overflow="fold")  # type: ignore[arg-type]
     return table
+
+
+def _add_row(table: Table, *cells: Any) -> None:
+    table.add_row(*(_text(f"{cell:,}" if type(cell) is int else cell) for cell in cells))
 
 
 def _facts(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -306,7 +303,7 @@ def _facts(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
         yield "optimizer state", show_nbytes(optimizer["state_nbytes"])
         if optimizer["without_state"]:
-            yield "without state", _first_few(optimizer["without_state"])
+            yield "without state", shorten_list(optimizer["without_state"])
     if model is not None:
         further = len(model["aliases"])
         aliases = f", {further} further name{'' if further == 1 else 's'}" if further else ""
@@ -321,7 +318,7 @@ def _facts(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         value = extra["value"]
         items = value.items() if isinstance(value, Mapping) else [("value", value)]
         for key, item in list(items)[:20]:
-            yield f"  {printable(key)}", _short(item)
+            yield f"  {key}", _short(item)
     yield "total", show_nbytes(info["nbytes"])
 
 
@@ -339,11 +336,6 @@ def _text(value: Any) -> Text:
 
 def _last(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
-
-
-def _first_few(names: list[str]) -> str:
-    shown = ", ".join(names[:MAX_NAMES])
-    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
 
 
 def _short(value: Any) -> str:

@@ -13,12 +13,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardstep.cli.option_values import output_png, parse_nbytes, parse_rate
+from shardstep.cli.options import output_png, parse_nbytes, parse_rate
 from shardstep.cli.plan_inputs import Precision, import_model, make_job, read_model
 from shardstep.cli.reporting import reporting
 from shardstep.plan import ParamSpec
 from shardstep.plan.methods import MAX_RANKS, Footprint, Job, fewest_ranks
 from shardstep.plan.models import MODELS, model
+from shardstep.report import show_nbytes
 from shardstep_command import exit_on_ctrl_c
 
 METHODS: dict[str, tuple[str, Callable[[Job, int], Footprint]]] = {
@@ -74,8 +75,8 @@ def plan(
         str,
         typer.Option(
             metavar="CLASS",
-            help="A class of torch.optim, or package.module.Class. With `Muon+AdamW`, Muon takes "
-            "the matrices of the blocks, and AdamW the rest.",
+            help="A class of torch.optim, or module.Class. With `Muon+AdamW`, Muon takes the "
+            "matrices of the blocks, and AdamW the rest.",
         ),
     ] = "AdamW",
     option: Annotated[
@@ -246,7 +247,7 @@ def _print(result: dict[str, Any]) -> None:
             f"of {most['ranks']:,} ranks sends {most['module']['sent_most'] / size:,.2f} {unit}."
         )
     if "memory" in result:
-        console.print(f"Fewest ranks with a peak of at most {result['memory'] / 1e9:,.1f} GB:")
+        console.print(f"Fewest ranks with a peak of at most {show_nbytes(result['memory'])}:")
         for key, (title, _) in METHODS.items():
             ranks = result["fewest_ranks"][key]
             console.print(f"  {title:<18} {ranks or f'none up to {MAX_RANKS:,}'}")
@@ -256,6 +257,12 @@ def unit_of(result: dict[str, Any]) -> tuple[str, float]:
     """Return the unit for all bytes of a result, and its number of bytes."""
     largest = max(row["ddp"]["peak"] for row in result["plans"])
     return next(each for each in UNITS if largest >= 10 * each[1] or each is UNITS[-1])
+
+
+def _time(seconds: float) -> str:
+    if 0 < seconds < 1e-4:
+        return f"{seconds * 1e6:,.1f} µs"
+    return f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds * 1e3:,.1f} ms"
 
 
 def _width(table: Table) -> int:
@@ -273,7 +280,7 @@ def _table(
         for number, (key, (title, _)) in enumerate(METHODS.items()):
             cells = {name: f"{row[key][name] / size:,.2f}" for name in (*COLUMNS, "sent")}
             cells["imbalance"] = f"{row[key]['imbalance']:.3f}"
-            cells["time"] = f"{row[key]['seconds'] * 1e3:,.1f} ms"
+            cells["time"] = _time(row[key]["seconds"])
             ranks = f"{row['ranks']:,}" if number == 0 else ""
             table.add_row(ranks, title, *(cells[name] for name in columns))
         table.add_section()

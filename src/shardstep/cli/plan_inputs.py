@@ -113,7 +113,6 @@ def make_job(
         groups[0][CLASS_KEY] = classes[0]
     policy = _POLICIES.get(precision, MixedPrecision())
     layouts = Layouts(layout, OptimizerRecipe(classes[-1], defaults), 2, policy)
-    specs = layouts.apply(groups, specs)
 
     @cache
     def state_size(group: int, whole: tuple[int, ...] | None, dtype: torch.dtype) -> StateSize:
@@ -121,10 +120,16 @@ def make_job(
         return slice_state(recipe, dtype) if whole is None else tensor_state(recipe, whole, dtype)
 
     sizes = []
-    for spec in specs:
-        whole = spec.shape if spec.layout == "whole" else None
-        dtype = policy.step_dtype(spec.dtype)
-        sizes.append(state_size(spec.group, whole, dtype) if spec.trainable else StateSize())
+    try:
+        specs = layouts.apply(groups, specs)
+        for spec in specs:
+            whole = spec.shape if spec.layout == "whole" else None
+            dtype = policy.step_dtype(spec.dtype)
+            sizes.append(state_size(spec.group, whole, dtype) if spec.trainable else StateSize())
+    except Exception as error:  # of the class
+        given = " ".join([f"--optimizer {optimizer}", *(f"--option {each}" for each in options)])
+        remedy = "; try --optimizer Muon+AdamW" if optimizer == "Muon" else ""
+        raise ValueError(f"{given}: {error}{remedy}") from error
     bucket_bytes = bucket_bytes or default_bucket_bytes(specs, MIN_BUCKET_BYTES[backend])
     return Job(specs, policy, sizes, bucket_bytes), layouts.explain(groups)
 
@@ -134,15 +139,18 @@ def _is_real(spec: ParamSpec) -> bool:
 
 
 def _optimizer_class(name: str) -> Any:
-    if "." in name or ":" in name:
-        return _import(name, "--optimizer")
-    found = getattr(torch.optim, name, None)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    named = "." in name or ":" in name
+    found = _import(name, "--optimizer") if named else getattr(torch.optim, name, None)
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+        return found
+    if not named:
         raise ValueError(
             f"--optimizer {name}: torch.optim has no such class; name any other class with its "
             "module, such as package.module.Class"
         )
-    return found
+    if isinstance(found, type) or not callable(found):
+        raise ValueError(f"--optimizer {name}: expected a torch.optim.Optimizer, got {found!r}")
+    return found  # a function that makes one
 
 
 def _import(path: str, option: str) -> Any:

@@ -48,7 +48,7 @@ def _draw_memory(axes: Any, rows: list[dict[str, Any]], unit: str, size: float) 
         for inner, (key, (title, _)) in enumerate(METHODS.items()):
             place = number * (len(METHODS) + 1) + inner
             places.append(place)
-            labels.append(f"{row['ranks']:,} ranks   {title}" if inner == 0 else title)
+            labels.append(f"{_count(row['ranks'])}   {title}" if inner == 0 else title)
             start = 0.0
             for kind, (color, hatch) in styles.items():
                 width = row[key][kind] / size
@@ -60,9 +60,11 @@ def _draw_memory(axes: Any, rows: list[dict[str, Any]], unit: str, size: float) 
     axes.invert_yaxis()
     axes.set_xlim(0, 1.1 * max(row[key]["peak"] for row in rows for key in METHODS) / size)
     axes.set_xlabel(f"{unit} on the fullest rank, without activations")
-    axes.set_title("Memory per rank", fontsize=10)
+    axes.set_title("Memory per rank", fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", fontsize=8, framealpha=1)
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=len(styles), fontsize=8, frameon=False
+    )
 
 
 def _draw_owners(axes: Any, plan: ShardPlan) -> None:
@@ -82,7 +84,12 @@ def _draw_owners(axes: Any, plan: ShardPlan) -> None:
     axes.set_xlabel("position in the model, million elements")
     first = f"the first {MAX_ROWS} of " if plan.world_size > MAX_ROWS else ""
     axes.set_title(
-        f"Elements that each rank updates: {first}{plan.world_size:,} ranks, layout {plan.layout}",
+        f"Elements that each rank updates: {first}{_count(plan.world_size)}, layout {plan.layout}",
         fontsize=10,
+        loc="left",
     )
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks:,} rank{'' if ranks == 1 else 's'}"

@@ -97,7 +97,10 @@ def byte_progress(console: Console, doing: str) -> Iterator[Stages]:
             task = bars.add_task(stage, total=nbytes)
             return lambda done: bars.advance(task, done)
 
-        yield add_bar
+        try:
+            yield add_bar
+        finally:
+            bars.live.transient = bars.tasks[waiting].visible  # it says nothing afterwards
 
 
 def printable(value: Any) -> str:

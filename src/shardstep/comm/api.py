@@ -73,6 +73,9 @@ def naming(operation: str, peer: Callable[[], str] = str) -> Iterator[None]:
     """Name `operation` and `peer` in every error of the backend, and add a hint at the cause."""
     try:
         yield
+    except torch.OutOfMemoryError as error:
+        error.add_note(f"shardstep: {operation} failed")  # loops catch it by its class
+        raise
     except (RuntimeError, ValueError) as error:
         text = f"{peer()}{error}"
         late = "timed out" in text.lower() or "timeout" in text.lower()
@@ -237,9 +240,20 @@ class Comm(Protocol):
     def new_pair(self) -> tuple[Comm, Comm]:
         """Connect the same ranks twice, for reductions and gathers. Called on every rank.
 
-        Over NCCL the large messages of each take turns in both, so use the two for one optimizer.
+        Over NCCL, odd messages of each travel on the other: see `queue`. So use both for one
+        optimizer.
         """
         return self.new_connection(), self.new_connection()
+
+    def queue(self, number: int) -> Comm:
+        """Return the connection for the message of this number in its round or step.
+
+        NCCL serves a group with one thread and one stream, which may be slower than the network.
+        The number decides, not a count of calls. So a rank that failed amid a round sends the rest
+        where the others wait. And one that repeats a round alone, to recover, finds all ranks
+        connected: NCCL connects them at a group's first message, and waits there.
+        """
+        return self
 
 
 def all_gather_json(comm: Comm, value: Any) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -23,23 +22,17 @@ On other backends each segment is a separate broadcast or reduction, in rank ord
 
 
 class Collectives:
-    """The collectives of one group, or of several with the same ranks.
+    """The collectives of one group."""
 
-    NCCL serves a group with one thread and one stream, which may be slower than the network. So
-    gathers of parameters take turns in all groups, and reductions do. All else uses the first.
-    """
-
-    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._first = groups[0]
-        self._rank = dist.get_rank(groups[0])
-        # Counted separately, so that each rank's order within an operation is all that matters.
-        self._turns = {each: cycle(groups) for each in (Operation.GATHER, Operation.REDUCE)}
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
 
     def all_gather(
         self, buffer: torch.Tensor, cuts: Sequence[int], operation: Operation
     ) -> list[Any]:
         """Gather all segments into `buffer`. Called on every rank."""
-        group = self._group_for(operation)
+        group = self._group
         data = buffer.view(torch.uint8)
         parts = segments(data, [cut * buffer.itemsize for cut in cuts])
         own = parts[self._rank]
@@ -57,7 +50,7 @@ class Collectives:
         self, buffer: torch.Tensor, cuts: Sequence[int], out: torch.Tensor
     ) -> tuple[list[Any], Finish | None]:
         """Reduce each segment to its owner. Called on every rank."""
-        group = self._group_for(Operation.REDUCE)
+        group = self._group
         if buffer.is_complex():  # NCCL sums no complex numbers
             buffer, out = (torch.view_as_real(each).view(-1) for each in (buffer, out))
             cuts = [2 * cut for cut in cuts]
@@ -76,9 +69,6 @@ class Collectives:
                 if segment.numel()
             ]
         return works, None if total is out else lambda: out.copy_(total)
-
-    def _group_for(self, operation: Operation) -> dist.ProcessGroup:
-        return next(self._turns[operation]) if operation in self._turns else self._first
 
 
 def _even(parts: Sequence[torch.Tensor]) -> bool:

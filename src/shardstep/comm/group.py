@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -50,8 +49,8 @@ _unused: dict[str, list[weakref.ref[dist.ProcessGroup]]] = {}
 class GroupComm(Comm):
     """Communication within a process group, for a rank that works on these accelerators.
 
-    `downwards` is a group of the same ranks for messages to lower ranks. `collectives` are shared
-    with the other connection of a pair. `origin` is the user's group that this one was made from.
+    `downwards` is a group of the same ranks for messages to lower ranks. `origin` is the user's
+    group that this one was made from.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class GroupComm(Comm):
         group: dist.ProcessGroup,
         devices: Sequence[torch.device] = (),
         downwards: dist.ProcessGroup | None = None,
-        collectives: Collectives | None = None,
         origin: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = self._group = group
@@ -69,7 +67,8 @@ class GroupComm(Comm):
         self._devices = devices
         self._origin = origin or group
         self._exchange = Exchange(group, downwards or group)
-        self._collectives = collectives or Collectives([group])
+        self._collectives = Collectives(group)
+        self._other: GroupComm | None = None
         self.headers: Headers = Headers(self._exchange, self.ledger.note)
         if self._exchanges(self._meeting_device()):
             sleep_at_exit()
@@ -164,15 +163,6 @@ class GroupComm(Comm):
 
     @override
     def new_connection(self, backend: str | None = None) -> GroupComm:
-        return self._connect(1, backend)[0]
-
-    @override
-    def new_pair(self) -> tuple[GroupComm, GroupComm]:
-        reducing, gathering = self._connect(2)
-        return reducing, gathering
-
-    def _connect(self, num: int, backend: str | None = None) -> list[GroupComm]:
-        """Connect the same ranks `num` times, by groups that stay open as long as one is used."""
         options: dict[str, Any] = {"timeout": self._timeout()}
         ranks = None
         if self._origin is dist.group.WORLD:
@@ -189,29 +179,31 @@ class GroupComm(Comm):
         # on all ranks. A bound group takes no tensors of other devices. If the default group is
         # bound, torch binds this one too.
         binds = backend is None and not exchanges and len(self._devices) == 1
-        num_gloo_groups = num * (2 if exchanges else int(backend == "gloo"))
+        num_gloo_groups = 2 if exchanges else int(backend == "gloo")
         noting = noting_connections(num_gloo_groups * (self.world_size - 1))
-        groups: list[dist.ProcessGroup] = []
-        downwards: list[dist.ProcessGroup] = []
         with noting, _unbound_world(ranks is not None) as unbound:
-            for _ in range(num):
-                group = dist.new_group(
-                    ranks,
-                    backend=backend or _backends(self._group),
-                    device_id=self._devices[0] if binds and unbound else None,
-                    **options,
-                )
-                groups.append(group)
-                if exchanges:
-                    downwards.append(dist.new_group(ranks, backend="gloo", **options))
-        collectives = Collectives(groups)
-        made = [weakref.ref(each) for each in (*groups, *downwards)]
-        name = groups[0].group_name
-        weakref.finalize(collectives, _unused.__setitem__, name, made).atexit = False
-        return [
-            GroupComm(group, self._devices, lower, collectives, self._origin)
-            for group, lower in zip_longest(groups, downwards)
-        ]
+            group = dist.new_group(
+                ranks,
+                backend=backend or _backends(self._group),
+                device_id=self._devices[0] if binds and unbound else None,
+                **options,
+            )
+            downwards = dist.new_group(ranks, backend="gloo", **options) if exchanges else None
+        comm = GroupComm(group, self._devices, downwards, self._origin)
+        made = [weakref.ref(each) for each in (group, downwards) if each is not None]
+        weakref.finalize(comm, _unused.__setitem__, group.group_name, made).atexit = False
+        return comm
+
+    @override
+    def new_pair(self) -> tuple[GroupComm, GroupComm]:
+        one, other = self.new_connection(), self.new_connection()
+        if not self._exchanges_data:
+            one._other, other._other = other, one
+        return one, other
+
+    @override
+    def queue(self, number: int) -> GroupComm:
+        return self._other if self._other and number % 2 else self
 
     def _close_unused(self) -> None:
         """Close connections that no rank uses any more. Called on every rank.

@@ -36,6 +36,10 @@ class JoinContext:
         """Take another configuration."""
         self.config, self.enabled = config, config.enable
 
+    def leave(self) -> None:
+        """Take part no longer. Torch does not reset the configuration."""
+        self.enabled = False
+
     def notify(self) -> None:
         """Tell joined ranks that this one still has data. Called on every rank that has."""
         Join.notify_join_context(self._joinable)

@@ -68,13 +68,13 @@ class ImmediateGather(ParamGather):
 
         if self._comm.world_size == 1:
             return
-        for message in self._storage.messages:
+        for number, message in enumerate(self._storage.messages):
             if buckets is not None and message.bucket not in buckets:
                 continue
             if len(in_flight) == self._storage.depth:
                 wait_for_oldest()
             with span("gather", message.bucket):
-                work = self._comm.all_gather(message.load(), message.cuts)
+                work = self._comm.queue(number).all_gather(message.load(), message.cuts)
             in_flight.append((message, work))
         while in_flight:
             wait_for_oldest()

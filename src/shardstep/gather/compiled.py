@@ -8,6 +8,7 @@ compiler's callback distinguishes the two: for such a part, it comes within the 
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,6 @@ class _Calls(threading.local):
 
 
 _calls = _Calls()
-_watching = False
 _compiled_elsewhere = False
 
 
@@ -100,12 +100,10 @@ def runs_outside_python(module: torch.nn.Module) -> bool:
     return scripted or _compiled_elsewhere
 
 
+@functools.cache
 def watch_compiler(listener: Callable[[bool], None]) -> None:
     """From now on, call `listener` when torch.compile starts, with True if in a compiled part."""
-    global _watching, _compiled_elsewhere
-    if _watching:
-        return
-    _watching = True
+    global _compiled_elsewhere
     from torch._dynamo.callback import CallbackTrigger, callback_handler
     from torch._dynamo.utils import counters
 

@@ -64,7 +64,7 @@ they have another class. It gives up after 8 times.
 class OverlappedGather(ParamGather):
     """Gathers that go on after `launch` has returned, until their parameters are read.
 
-    `comm` carries nothing else, and the parameters live in their buckets.
+    The parameters live in their buckets.
     """
 
     def __init__(self, comm: Comm, params: ShardedParams, module: torch.nn.Module) -> None:
@@ -115,12 +115,12 @@ class OverlappedGather(ParamGather):
         if not _in_place(self._compiled):
             self.disable_overlap()
         error: RuntimeError | None = None
-        for message in self._storage.messages:
+        for number, message in enumerate(self._storage.messages):
             if buckets is not None and message.bucket not in buckets:
                 continue
             try:
                 with span("gather", message.bucket):
-                    work = self._comm.all_gather(message.buffer, message.cuts)
+                    work = self._comm.queue(number).all_gather(message.buffer, message.cuts)
             except RuntimeError as raised:
                 error = error or raised
                 work = FailedGather(error)

@@ -32,6 +32,7 @@ class _Packing:
 
     Attributes:
         message: the part of the bucket that it carries.
+        comm: the connection on which it travels.
         buffer: where gradients are packed, in the wire dtype; every POOL-th message shares it.
         parts: of each gradient its number in the lane, the elements that travel here (None for
             all), and their place in `buffer`.
@@ -39,6 +40,7 @@ class _Packing:
     """
 
     message: Message
+    comm: Comm
     buffer: torch.Tensor
     parts: list[tuple[int, slice | None, torch.Tensor]]
     own: slice
@@ -113,7 +115,7 @@ class Lanes:
     def __init__(self, comm: Comm, params: ShardedParams, precision: MixedPrecision) -> None:
         self._comm = comm
         self._plan = params.plan
-        self._lanes = _make_lanes(params.plan, params.params, comm.group_rank, precision)
+        self._lanes = _make_lanes(params.plan, params.params, comm, precision)
         self.number_of = {p: number for number, lane in enumerate(self._lanes) for p in lane.params}
         self.held = {piece.param for lane in self._lanes for piece in lane.pieces}
         self.grads: dict[int, torch.Tensor] = {}
@@ -169,7 +171,7 @@ class Lanes:
                 self._wait_for_oldest()
             self._pack(lane, grads, packing)
             cuts = packing.message.cuts
-            work = self._comm.reduce_scatter(packing.buffer, cuts, out[packing.own])
+            work = packing.comm.reduce_scatter(packing.buffer, cuts, out[packing.own])
             lane.num_launched += 1
             end = arrive if packing is last else None
             self._in_flight.append(_InFlight(lane.bucket.index, work, end))
@@ -196,7 +198,7 @@ class Lanes:
         for lane in self._lanes[first:]:
             for packing in lane.packings[lane.num_launched :]:
                 zeros, out = torch.zeros_like(packing.buffer), lane.new_shard()[packing.own]
-                works.append(self._comm.reduce_scatter(zeros, packing.message.cuts, out))
+                works.append(packing.comm.reduce_scatter(zeros, packing.message.cuts, out))
             lane.arriving, lane.num_launched = None, 0
         return works
 
@@ -297,7 +299,7 @@ def lanes(comm: Comm, params: ShardedParams, precision: MixedPrecision) -> Lanes
 
 
 def _make_lanes(
-    plan: ShardPlan, params: Sequence[torch.Tensor], group_rank: int, precision: MixedPrecision
+    plan: ShardPlan, params: Sequence[torch.Tensor], comm: Comm, precision: MixedPrecision
 ) -> list[Lane]:
     """Return a lane per training bucket, in the order in which backward fills them."""
     sizes = pool_sizes(plan, precision)
@@ -314,16 +316,17 @@ def _make_lanes(
             if place not in pool:
                 pool[place] = torch.zeros(sizes[place], dtype=torch.uint8, device=device)
             buffer = pool[place][: message.numel * wire.itemsize].view(wire)
-            own = message.own(group_rank).slice
-            packings.append(_Packing(message, buffer, _parts(plan, message, buffer), own))
+            own = message.own(comm.group_rank).slice
+            parts = _parts(plan, message, buffer)
+            packings.append(_Packing(message, comm.queue(number), buffer, parts, own))
             number += 1
         lanes.append(
             Lane(
                 bucket,
                 [slot.param for slot in bucket.slots],
-                _own_pieces(plan, bucket, group_rank),
+                _own_pieces(plan, bucket, comm.group_rank),
                 torch.empty(0, dtype=precision.step_dtype(bucket.dtype), device=device),
-                bucket.segment(group_rank).numel,
+                bucket.segment(comm.group_rank).numel,
                 packings,
             )
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +44,20 @@ WAITED_FOR = frozenset({"cpu"})
 PLAIN = frozenset({float, int, bool, str, type(None)})
 
 
+class _Arriving(NamedTuple):
+    """The notes of all ranks on their way, and what this rank wrote its own note of.
+
+    Attributes:
+        notes: waits for them, and returns them.
+        options: this rank's options then; by now, there may be others.
+        edit: the error for its groups then, if they were edited by hand.
+    """
+
+    notes: Callable[[], list[list[int]]]
+    options: Sequence[Sequence[tuple[str, Any]]]
+    edit: str | None
+
+
 class Lockstep:
     """Writes this rank's notes, and compares those of all ranks.
 
@@ -66,7 +80,7 @@ class Lockstep:
         self._options: list[list[tuple[str, Any]]] = []
         self._digest = 0
         self._edit: str | None = None
-        self._arriving: Callable[[], list[list[int]]] | None = None
+        self._arriving: _Arriving | None = None
         self.recovery_comm: Comm | None = None
 
     # ---------------------------------------------------------------------------------- the notes
@@ -96,11 +110,20 @@ class Lockstep:
         Raises:
             OutOfStepError: on every rank, naming a difference.
         """
-        arrived, self._arriving = self._arriving, _fetch(rows)
+        arrived, self._arriving = self._arriving, _Arriving(_fetch(rows), self._options, self._edit)
         if self.waits_on(rows.device):
             arrived, self._arriving = self._arriving, None
         if arrived is not None:
-            self._compare(comm, arrived())
+            self._compare(comm, arrived)
+
+    def compare_rest(self, comm: Comm) -> None:
+        """Compare the notes that were not compared yet, and wait for them.
+
+        Called on every rank. Raises as `read` does.
+        """
+        arrived, self._arriving = self._arriving, None
+        if arrived is not None:
+            self._compare(comm, arrived)
 
     def exchange(self, comm: Comm, params: ShardedParams) -> None:
         """Exchange notes with all ranks and compare them. Called on every rank."""
@@ -127,7 +150,8 @@ class Lockstep:
 
     # --------------------------------------------------------------------------------- differences
 
-    def _compare(self, comm: Comm, notes: Sequence[Sequence[int]]) -> None:
+    def _compare(self, comm: Comm, arrived: _Arriving) -> None:
+        notes = arrived.notes()
         first = notes[0]
         if first[0] == 0 and all(note == first for note in notes):
             return
@@ -137,7 +161,7 @@ class Lockstep:
         present = [(rank, note) for rank, note in enumerate(notes) if not note[0] & JOINED]
         source, first = present[0]
         if any(note[0] & EDITED or note[-1] != first[-1] for _, note in present):
-            self._compare_options(comm)
+            self._compare_options(comm, arrived, [rank for rank, _ in present])
         for position, counted in enumerate(COUNTS.values(), start=1):
             for rank, note in present:
                 if note[position] != first[position]:
@@ -147,17 +171,16 @@ class Lockstep:
                         "call recover() on every rank after an error that you catch"
                     )
 
-    def _compare_options(self, comm: Comm) -> None:
-        """Name the option that differs. Called on every rank."""
-        options = [{key: _text(value) for key, value in group} for group in self._options]
-        answers = all_gather_json(comm, [self._join.shadowing, self._edit, options])
-        for rank, (_, edit, _) in enumerate(answers):
+    def _compare_options(self, comm: Comm, arrived: _Arriving, present: Sequence[int]) -> None:
+        """Name the option that differs between the ranks `present`. Called on every rank."""
+        own = [{key: _text(value) for key, value in group} for group in arrived.options]
+        answers = all_gather_json(comm, [arrived.edit, own])
+        for rank, (edit, _) in enumerate(answers):
             if edit:
                 raise ValueError(f"rank {rank}: {edit}")
-        present = [(rank, groups) for rank, (joined, _, groups) in enumerate(answers) if not joined]
-        source, expected = present[0]
-        for rank, groups in present:
-            for number, (theirs, these) in enumerate(zip(expected, groups, strict=True)):
+        source, expected = present[0], answers[present[0]][1]
+        for rank in present:
+            for number, (theirs, these) in enumerate(zip(expected, answers[rank][1], strict=True)):
                 for key in sorted(theirs.keys() | these.keys()):
                     if theirs.get(key) != these.get(key):
                         raise OutOfStepError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -48,6 +48,7 @@ class Choice:
         return f"{self.layout} tensors: {self.why}"
 
 
+@dataclass(eq=False)
 class Layouts:
     """The layouts of an optimizer's parameter groups; `recipe` is for groups that name no class.
 
@@ -55,15 +56,11 @@ class Layouts:
         choices: the layout of each group, and its class with the options that it had at first.
     """
 
-    def __init__(
-        self, layout: str, recipe: OptimizerRecipe, world_size: int, precision: MixedPrecision
-    ) -> None:
-        self.asked = layout
-        self.recipe = recipe
-        self._world_size = world_size
-        self.precision = precision
-        self._costs: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.choices: list[Choice] = []
+    asked: str
+    recipe: OptimizerRecipe
+    world_size: int
+    precision: MixedPrecision
+    choices: list[Choice] = field(default_factory=list)
 
     def apply(self, groups: Groups, specs: Sequence[ParamSpec]) -> list[ParamSpec]:
         """Return the parameters with their layouts and costs. Raise if a class has no layout."""
@@ -71,7 +68,7 @@ class Layouts:
         recipes = [choice.recipe for choice in self.choices]
         recipes += map(self._recipe, groups[len(recipes) :])
         self.choices = [
-            self._choose(recipe, group["params"], self._world_size)
+            self._choose(recipe, group["params"], self.world_size)
             for recipe, group in zip(recipes, groups, strict=True)
         ]
         several_classes = any(CLASS_KEY in group for group in groups)
@@ -85,11 +82,13 @@ class Layouts:
             choice = self.choices[spec.group]
             if choice.layout == "whole" and num_parts(param) > 1:
                 refuse_part(spec.name, param, choice.recipe.name)
+        forms = {(spec.group, spec.shape) for spec in specs}
+        costs = {form: self._cost(*form) for form in forms}
         return [
             replace(
                 spec,
                 layout=self.choices[spec.group].layout,
-                cost=self._cost(spec.group, spec.shape),
+                cost=costs[spec.group, spec.shape],
             )
             for spec in specs
         ]
@@ -113,7 +112,6 @@ class Layouts:
     def truncate(self, num_groups: int) -> None:
         """Drop all groups but the first `num_groups`."""
         del self.choices[num_groups:]
-        self._costs.clear()
 
     def lines(self) -> list[str]:
         """Return one line per group, for ranks to compare."""
@@ -128,7 +126,7 @@ class Layouts:
         lines = []
         for number, choice in enumerate(self.choices):
             line = str(choice)
-            if self._world_size == 1:
+            if self.world_size == 1:
                 try:
                     several = self._choose(choice.recipe, groups[number]["params"], 2)
                     line = f"{choice.why}; with more ranks, {several}"
@@ -151,11 +149,10 @@ class Layouts:
         return OptimizerRecipe(given, *split_options(given, group))
 
     def _cost(self, group: int, shape: tuple[int, ...]) -> int:
-        if self.choices[group].layout == "sliced" or self._world_size == 1:
+        choice = self.choices[group]
+        if choice.layout == "sliced" or self.world_size == 1:
             return 0
-        if (group, shape) not in self._costs:
-            self._costs[group, shape] = step_cost(self.choices[group].recipe, shape)
-        return self._costs[group, shape]
+        return int(_cached(step_cost, choice.recipe, shape))
 
 
 def choose(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, permutations, zip_longest
 from typing import Any
 
@@ -43,39 +43,30 @@ GUARDED = 2
 
 @dataclass(slots=True)
 class Comparison:
-    """The outcome of one comparison, unless tensors are coupled.
+    """The outcome of comparisons so far, unless tensors are coupled.
 
     Attributes:
-        sliced: the difference between slices and tensors together.
-        moved: True if any parameter changed.
-        global_state: True if the class keeps state that belongs to no parameter.
-        failure: the error of a step with all tensors together.
+        sliced: the difference between slices and tensors together, in any comparison.
+        moved: True if any parameter changed in the last one.
+        global_state: True if the class kept state there that belongs to no parameter.
     """
 
     sliced: Difference | None = None
     moved: bool = False
     global_state: bool = False
-    failure: TrialFailed | None = None
 
 
 class DrawsRandomNumbers(Exception):
     """The class uses random generators that ranks do not share."""
 
 
-def compare(trial: Trial, stage: Stage, sliced: Difference | None = None) -> Comparison:
+def compare(trial: Trial, stage: Stage, found: Comparison) -> None:
     """Run a class on tensors together, apart and in slices, unless their difference is known.
 
-    Raise `Coupled` if tensors apart differ from tensors together.
+    Raise `Coupled` if tensors apart differ from tensors together, and `TrialFailed` if a step with
+    all tensors together raises.
     """
-    found = Comparison(sliced=sliced)
-    try:
-        _compare(trial, stage, found)
-    except TrialFailed as failure:
-        found.failure = failure
-    return found
-
-
-def _compare(trial: Trial, stage: Stage, found: Comparison) -> None:
+    found.moved = False
     entire = [(n, Interval(0, torch.Size(shape).numel())) for n, shape in enumerate(stage.shapes)]
     together = Run(trial, stage, entire, seed=True)
     apart = _Shared(together, [[each] for each in entire])
@@ -102,29 +93,27 @@ def _compare(trial: Trial, stage: Stage, found: Comparison) -> None:
         raise Coupled(apart.difference)
 
 
+@dataclass(eq=False)
 class _Shared:
     """Optimizers that share the work of `together`, each on one of `held`.
 
     They are compared with it up to the first difference, which may be known from the start.
     """
 
-    def __init__(
-        self, together: Run, held: Sequence[Sequence[Part]], difference: Difference | None = None
-    ) -> None:
-        self._together = together
-        self._held = held
-        self._runs: list[Run] = []
-        self.difference = difference
+    together: Run
+    held: Sequence[Sequence[Part]]
+    difference: Difference | None = None
+    runs: list[Run] = field(default_factory=list)
 
     def advance(self, step: int, gradients: Gradients) -> None:
         """Take the step that `together` has just taken, and compare parameters."""
         if self.difference is not None:
             return
-        trial, stage, whole = self._together.trial, self._together.stage, self._together.params
+        trial, stage, whole = self.together.trial, self.together.stage, self.together.params
         try:
-            if not self._runs:
-                self._runs = [Run(trial, stage, parts, trial.constants) for parts in self._held]
-            for run in self._runs:
+            if not self.runs:
+                self.runs = [Run(trial, stage, parts, trial.constants) for parts in self.held]
+            for run in self.runs:
                 run.advance(step, gradients)
                 for param, (number, interval) in zip(run.params, run.parts, strict=True):
                     if not same_bits(param, part(whole[number], interval)):
@@ -140,9 +129,9 @@ class _Shared:
             self.difference = self._differing_state(cut_state) or self._differing_options()
 
     def _differing_state(self, cut_state: bool) -> Difference | None:
-        for number in range(len(self._together.params)):
-            [(whole, shape)] = self._together.states(number)
-            pieces = [piece for run in self._runs for piece in run.states(number)]
+        for number in range(len(self.together.params)):
+            [(whole, shape)] = self.together.states(number)
+            pieces = [piece for run in self.runs for piece in run.states(number)]
             states, shapes = zip(*pieces, strict=True)
             if not (fits(whole, states, shape, shapes) if cut_state else same(whole, *states)):
                 return Difference(Cause.STATE)
@@ -150,13 +139,13 @@ class _Shared:
 
     def _differing_options(self) -> Difference | None:
         # Every rank has all groups, and must keep the same in them.
-        for run in self._runs:
-            for whole, own in zip(self._together.group_options, run.group_options, strict=True):
+        for run in self.runs:
+            for whole, own in zip(self.together.group_options, run.group_options, strict=True):
                 # The first key whose place or value differs.
                 for one, other in zip_longest(whole.items(), own.items()):
                     if not same(one, other):
                         return Difference(Cause.GROUP_OPTION, repr(str((one or other)[0])))
-        if any(not same(self._together.global_state, run.global_state) for run in self._runs):
+        if any(not same(self.together.global_state, run.global_state) for run in self.runs):
             return Difference(Cause.GLOBAL_STATE)
         return None
 
@@ -209,11 +198,10 @@ def incompatible_dtypes(
             with sandbox(recipe.optimizer_class, trial.device):
                 trial = replace(trial, fill_empty_groups=fill_empty_groups)
                 try:
-                    found = compare(trial, MIXED, sliced=Difference(Cause.PARAMETER))
-                except DrawsRandomNumbers:
+                    compare(trial, MIXED, Comparison(sliced=Difference(Cause.PARAMETER)))
+                except (DrawsRandomNumbers, TrialFailed):
                     continue
                 except Coupled:
                     return pair
-            if found.failure is None:
-                break
+            break
     return None

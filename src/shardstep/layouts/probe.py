@@ -174,45 +174,44 @@ def _judge_random(trial: Trial, numbers: Numbers) -> Verdict:
 
 def _run_stages(trial: Trial, numbers: Numbers) -> Verdict:
     """Judge one trial by all stages, unless the class fails or draws random numbers."""
-    sliced = Difference(Cause.SPARSE) if trial.sparse else None
+    found = Comparison(sliced=Difference(Cause.SPARSE) if trial.sparse else None)
     needs_matrices = False
 
-    def run(stage: Stage, may_fail: bool = False) -> Comparison:
-        nonlocal sliced
-        found = compare(trial, stage, sliced)
-        sliced = found.sliced
-        if found.failure is not None and not may_fail:
-            raise found.failure
-        return found
+    def fails(stage: Stage) -> bool:
+        """Compare on tensors that a class may refuse: small ones, other dimensions, infinities."""
+        try:
+            compare(trial, stage, found)
+        except TrialFailed:
+            return True
+        return False
 
     try:
-        # A class may refuse small tensors, other dimensions or infinities.
-        run(SMALL, may_fail=True)
+        fails(SMALL)
         steps = max(MATRICES.steps, numbers.last_step + BEYOND)
-        matrices = run(replace(MATRICES, steps=steps))
-        if not matrices.moved:
+        compare(trial, replace(MATRICES, steps=steps), found)
+        if not found.moved:
             error = RuntimeError(f"no parameter changed in {steps} steps")
             raise TrialFailed(error, constructed=True)
+        has_global_state = found.global_state
         if not trial.sparse:
-            others = run(OTHERS, may_fail=True)
-            needs_matrices = others.failure is not None and not others.moved
-            if others.failure is not None:
-                run(PLAIN, may_fail=True)
-            if sliced is None and run(MORE, may_fail=True).failure is not None:
-                run(FEWER, may_fail=True)
+            if fails(OTHERS):
+                needs_matrices = not found.moved
+                fails(PLAIN)
+            if found.sliced is None and fails(MORE):
+                fails(FEWER)
         for stage in (LARGE, *map(_stage_for_size, numbers.sizes)):
-            if sliced is None or sliced.cause is Cause.SPARSE:
+            if found.sliced is None or found.sliced.cause is Cause.SPARSE:
                 # Must not fail: another device may run these, and not element-wise.
-                run(stage)
+                compare(trial, stage, found)
     except Coupled as coupled:
         difference = coupled.difference
         return Verdict(Kind.COUPLED, difference.words(apart=True), difference)
     kind, why = Kind.ELEMENT_WISE, "updates each element separately"
-    if sliced is not None:
-        kind, why = Kind.PER_TENSOR, sliced.words(apart=False)
-        if sliced.cause is Cause.RAISED and needs_matrices:
+    if found.sliced is not None:
+        kind, why = Kind.PER_TENSOR, found.sliced.words(apart=False)
+        if found.sliced.cause is Cause.RAISED and needs_matrices:
             why = "needs 2-D parameters"
-    return Verdict(kind, why, sliced, global_state=matrices.global_state)
+    return Verdict(kind, why, found.sliced, global_state=has_global_state)
 
 
 def _stage_for_size(size: int) -> Stage:

@@ -40,8 +40,7 @@ class LocalOptimizer:
     """An unmodified optimizer class, `optim`, on the pieces of one rank.
 
     The groups that the user sees, those of `params`, are kept and written to. `groups_to_fill`
-    returns the groups that get a placeholder where they are empty. `step_dtype` returns the dtype
-    of a piece, given its parameter's number and dtype.
+    returns the groups that get a placeholder where they are empty.
     """
 
     def __init__(
@@ -49,13 +48,11 @@ class LocalOptimizer:
         params: ShardedParams,
         make: Callable[[Groups], Optimizer],
         groups_to_fill: Callable[[], Sequence[int]],
-        step_dtype: Callable[[int, torch.dtype], torch.dtype],
     ) -> None:
         self._exposed = params.groups
         self._params, self._shard = params, params.shard
         self._make = make
         self._groups_to_fill = groups_to_fill
-        self._step_dtype = step_dtype
         self.optim = make(self._groups(self._held()))
         check_optimizer(self.optim, len(self._exposed))
         self._stepped = False
@@ -163,7 +160,7 @@ class LocalOptimizer:
                 has_gradient = (gradients_follow and like.requires_grad) or any(
                     param.grad is not None for param in params
                 )
-                dtype = self._step_dtype(ranges[number][position], like.dtype)
+                dtype = self._params.step_dtypes.get(ranges[number][position], like.dtype)
                 placeholders[number] = empty_param(like, dtype, has_gradient)
         return fill_empty_groups(optim, placeholders)
 
@@ -258,17 +255,23 @@ class LocalOptimizer:
 
     # ------------------------------------------------------- twins: other optimizers, on copies
 
-    def rehearse(self, params: Collection[int]) -> tuple[dict[int, Any], dict[Any, Any]]:
+    def rehearse(
+        self, params: Collection[int], step: bool = True
+    ) -> tuple[dict[int, Any], dict[Any, Any]]:
         """Return the state that a first step would make for these parameters, and global state.
 
         A twin of the optimizer takes one step with zero gradients on copies of the pieces. The
         form of its state is right, the values are not. Nothing else changes, and no hook runs.
+        Without `step`, it is the state that the class makes when it is constructed.
         """
-        return self._twin_state(params, step=True)
+        copies = [{i: _copy(t) for i, t in own.items() if i in params} for own in self._held()]
+        twin = self._twin(copies, step)
+        states = {i: twin.state.get(copy) for own in copies for i, copy in own.items()}
+        return {i: state for i, state in states.items() if state}, global_state(twin)
 
     def begin(self, params: Collection[int]) -> None:
         """Give these parameters the state that the class makes when it is constructed."""
-        self._set_states(self._twin_state(params, step=False)[0])
+        self._set_states(self.rehearse(params, step=False)[0])
 
     def try_group(self, group: Mapping[str, Any]) -> None:
         """Construct a twin with this group: the class may refuse it before anything changes."""
@@ -290,14 +293,6 @@ class LocalOptimizer:
                 f"without any ({type(error).__name__}: {error}); use fewer ranks, or change the "
                 "class to skip empty groups"
             ) from error
-
-    def _twin_state(
-        self, params: Collection[int], step: bool
-    ) -> tuple[dict[int, Any], dict[Any, Any]]:
-        copies = [{i: _copy(t) for i, t in own.items() if i in params} for own in self._held()]
-        twin = self._twin(copies, step)
-        states = {i: twin.state.get(copy) for own in copies for i, copy in own.items()}
-        return {i: state for i, state in states.items() if state}, global_state(twin)
 
     def _step_error(self, held: Sequence[Held]) -> Exception | None:
         """Return the exception of a twin's first step on these tensors."""

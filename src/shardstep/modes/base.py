@@ -302,7 +302,7 @@ class Mode(Stepper):
         raise NotImplementedError
 
     def end_join(self) -> None:
-        """Leave `Join`. Called on every rank once all have joined."""
+        """Even out what ranks have. Called on every rank once all have joined."""
 
     def ready_gradients(self) -> GradientSource:
         """Return the gradient source, to read or change gradients. Called on every rank."""

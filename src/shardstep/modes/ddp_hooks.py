@@ -144,11 +144,12 @@ def register(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> N
                 " leave out Join's divide_by_initial_world_size=False"
             )
         buffer = bucket.buffer()
-        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            # DDP keeps each gradient in its parameter's strides; the views it hands out are
-            # contiguous whatever those are.
-            grad = buffer.as_strided(param.shape, param.stride(), grad.storage_offset())
-            inside.feeder.offer(index_of[param], grad)
+        with inside.taking_bucket():
+            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                # DDP keeps each gradient in its parameter's strides; the views it hands out are
+                # contiguous whatever those are.
+                grad = buffer.as_strided(param.shape, param.stride(), grad.storage_offset())
+                inside.feeder.offer(index_of[param], grad)
         if bucket.is_last():
             inside.step_after_ddp()
         return _done(buffer)
@@ -200,7 +201,7 @@ class _Tie:
         if ddp is None or mode is None:
             raise RuntimeError("this hook was made for another DDP module, which is gone")
         join = ddp._join_config
-        if join.enable and not (mode.join.enabled and join.is_first_joinable):
+        if join.enable and not (mode.join.config.enable and join.is_first_joinable):
             raise RuntimeError(
                 "joined ranks have to shadow DDP's reductions first and the optimizer's step "
                 "second: use Join([ddp, zero])"

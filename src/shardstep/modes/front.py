@@ -16,7 +16,7 @@ from shardstep.local.multi_class import optimizer_name
 from shardstep.modes.base import Mode
 from shardstep.modes.join import _ZeROJoinHook
 from shardstep.params.dtensor import refuse_dtensors
-from shardstep.plan import ShardPlan, share
+from shardstep.plan import ShardPlan, shares
 from shardstep.report import Report, headline, show_nbytes
 from shardstep.state.state_dict import gather_whole
 from shardstep.state.verify import verify
@@ -102,8 +102,7 @@ class ModeFront(Optimizer, Joinable):
     def report(self) -> Report:
         """Return the bytes that this rank holds and sends, and each group's layout; print it."""
         mode, plan = self.mode, self.plan
-        reducing = mode.precision if mode.reduces_gradients else None
-        own = share(plan, mode.comm.group_rank, reducing)
+        own = shares(plan, mode.precision)[mode.comm.group_rank]
         return Report(
             optimizer=optimizer_name(mode.optim),
             mode=mode.title,
@@ -115,7 +114,7 @@ class ModeFront(Optimizer, Joinable):
             gradient_nbytes=mode.pipeline.gradients.nbytes,
             master_nbytes=mode.pipeline.params.shard.wide.nbytes,
             state_nbytes=tensor_nbytes([*mode.optim.state.values()]),
-            reduce_nbytes=own.reduce_nbytes_sent if reducing else 0,
+            reduce_nbytes=own.reduce_nbytes_sent if mode.reduces_gradients else 0,
             gather_nbytes=own.gather_nbytes_sent,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,6 +129,14 @@ class InsideDDP(Mode):
                     "format inside DDP, which would mix up the elements of its gradient; change "
                     "it before DistributedDataParallel(...)"
                 )
+
+    def taking_bucket(self) -> AbstractContextManager[None]:
+        """Mark what is sent meanwhile as shadowed, if this rank has run out of data.
+
+        DDP hands a joined rank its buckets outside of any backward pass, and before the join hook
+        of this optimizer runs. The note of the round leaves with the last bucket.
+        """
+        return self.join.shadow() if torch._C._current_graph_task_id() == -1 else nullcontext()
 
     def step_after_ddp(self) -> None:
         """Step at the end of this backward pass, after DDP has written to `param.grad`.

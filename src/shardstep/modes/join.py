@@ -31,8 +31,9 @@ class _ZeROJoinHook(JoinHook):
         self._zero.mode.shadow(self._zero.step, self._zero.zero_grad)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Stop to shadow. Called on every rank once all have joined."""
+        """Leave `Join`. Called on every rank once all have joined."""
         self._zero.mode.end_join()
+        self._zero.mode.join.leave()
 
 
 def options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -51,6 +51,7 @@ class ModuleMode(Mode):
         self._overlap = overlap
         self._broadcast_buffers = broadcast_buffers
         self._recoverable = recoverable
+        self._rounds_before = 0  # the last forward pass
 
     # ------------------------------------------------------------------------------ construction
 
@@ -157,6 +158,7 @@ class ModuleMode(Mode):
             self.buffers.send()
         # Like DDP, not after a forward pass under no_sync, which communicates nothing.
         self.buffers.differ = not self._reducer.paused
+        self._rounds_before = self.lockstep.rounds
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or _is_recorded():
@@ -190,12 +192,19 @@ class ModuleMode(Mode):
                 f"rank {self.comm.group_rank}: recover() cannot be called within Join: joined "
                 "ranks would not take part"
             )
-        if not self.lockstep.waits_on(self.params[0].device):
+        headers = self.comm.headers
+        in_one_order = headers is not None and not headers.of_every_call
+        if not self.lockstep.recovery_comm and (
+            in_one_order or not self.lockstep.waits_on(self.params[0].device)
+        ):
             raise RuntimeError(
-                f"rank {self.comm.group_rank}: recover() needs recoverable=True with parameters on "
-                "an accelerator: without it, the other ranks do not wait for this one's note, and "
-                "may have taken the step; start again from a checkpoint"
+                f"rank {self.comm.group_rank}: recover() needs recoverable=True on an accelerator, "
+                "and over other backends than Gloo: without it, other ranks do not wait, and may "
+                "have taken the step; start again from a checkpoint"
             )
+        left_out = self._rounds_before < self.lockstep.rounds and not self._reducer.has_gradients()
+        if left_out and self.buffers.differ:
+            self.buffers.send()  # as the others do before the forward pass that failed here
         self._reducer.recover()
         self.buffers.send()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import is_
 from types import MethodType
 from typing import Any, Protocol
@@ -78,6 +79,7 @@ def remove_hooks(handles: Sequence[Removable]) -> None:
         handle.remove()
 
 
+@dataclass(eq=False)
 class ModuleBuffers:
     """The buffers of a module, if there is one, which follow those of one rank.
 
@@ -85,21 +87,20 @@ class ModuleBuffers:
         differ: whether a forward pass may have changed the buffers of each rank in its own way.
     """
 
-    def __init__(self, comm: Comm, join: JoinContext, module: torch.nn.Module | None) -> None:
-        self._comm = comm
-        self._join = join
-        self._module = module
-        self.differ = False
+    comm: Comm
+    join: JoinContext
+    module: torch.nn.Module | None
+    differ: bool = False
 
     def send(self) -> None:
         """Copy the buffers of the first rank that has data to all ranks. Called on every rank."""
         self.differ = False
-        if self._module is not None:
+        if self.module is not None:
             # `.data`, as under DDP: a backward pass to come may have saved them, and must not fail
             # on the ranks that were written to while the others wait for it.
-            buffers = [buffer.data for buffer in self._module.buffers()]
+            buffers = [buffer.data for buffer in self.module.buffers()]
             if buffers:
-                broadcast(self._comm, buffers, self._join.source, Operation.BUFFERS)
+                broadcast(self.comm, buffers, self.join.source, Operation.BUFFERS)
 
 
 class ModuleWatch:

@@ -6,6 +6,8 @@ number and the element's position in it, so every possible owner rounds an eleme
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 CHUNK = 1 << 15
@@ -20,19 +22,19 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
 
 
+@dataclass(eq=False)
 class StochasticRounding:
     """A sequence of random roundings. The caller advances `step`, the position in it."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self.step = 0
+    seed: int
+    step: int = 0
 
     def round_into(
         self, target: torch.Tensor, source: torch.Tensor, param: int, offset: int
     ) -> None:
         """Round flat fp32 `source`, which starts at `offset` in the parameter, into `target`."""
         key = 0
-        for word in (self._seed, self.step, param):
+        for word in (self.seed, self.step, param):
             key = mixed((key + word + 1) * _GOLDEN % _WORD)
         chunk = CHUNK if source.device.type == "cpu" else DEVICE_CHUNK
         for start in range(0, source.numel(), chunk):

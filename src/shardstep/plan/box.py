@@ -1,4 +1,4 @@
-"""Boxes of a tensor's shape, and the conversion of memory intervals to boxes.
+"""Intervals of a tensor's memory, boxes of its shape, and the conversion of one to the other.
 
 A piece is an interval of a parameter's elements in memory order. Files address tensors by shape: a
 chunk there is a box. An interval is a sequence of a few boxes, for any order of the dimensions.
@@ -9,11 +9,36 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from shardstep.plan.interval import Interval
+from typing import NamedTuple
 
 COMPARED_PER_BOX = 16
 """Limit of comparisons per box in `overlap`. A regular grid of boxes stays below it."""
+
+
+class Interval(NamedTuple):
+    """The positions `start, start + 1, ..., stop - 1`; empty when `start == stop`."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """The number of positions."""
+        return self.stop - self.start
+
+    @property
+    def slice(self) -> slice:
+        """The slice that selects these positions in a flat tensor."""
+        return slice(self.start, self.stop)
+
+    def intersect(self, other: Interval) -> Interval:
+        """Return the positions in both; an empty interval if there are none."""
+        start = max(self.start, other.start)
+        return Interval(start, max(start, min(self.stop, other.stop)))
+
+    def shift(self, offset: int) -> Interval:
+        """Return the same interval, moved by `offset` positions."""
+        return Interval(self.start + offset, self.stop + offset)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,10 @@ class StateSize:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's part of all trainable parameters: elements and bytes held, bytes sent per step.
+    """One rank's part of all trainable parameters: bytes held, and bytes sent per step.
 
     Attributes:
-        numel: elements that the rank updates.
-        nbytes: their bytes in the parameters' dtypes.
+        nbytes: the elements that the rank updates, in the parameters' dtypes.
         gradient_nbytes: its segments of the reduced gradients, padding included.
         master_nbytes: step tensors of a wider dtype.
         state_nbytes: optimizer state.
@@ -40,8 +39,6 @@ class Share:
         reduce_nbytes_sent: sent to reduce all buckets.
     """
 
-    group_rank: int
-    numel: int
     nbytes: int
     gradient_nbytes: int
     master_nbytes: int
@@ -66,14 +63,13 @@ class _Sum:
 
 def shares(
     plan: ShardPlan,
-    policy: MixedPrecision | None = None,
+    policy: MixedPrecision = UNCHANGED,
     state_sizes: Sequence[StateSize] | None = None,
 ) -> list[Share]:
     """Return the share of every rank. `state_sizes` has an entry for each parameter."""
-    policy = policy or UNCHANGED
     world_size, others = plan.world_size, plan.world_size - 1
-    numel, nbytes, gradients, masters, fixed, state, gathered, reduced = (
-        _Sum(world_size) for _ in range(8)
+    nbytes, gradients, masters, fixed, state, gathered, reduced = (
+        _Sum(world_size) for _ in range(7)
     )
     for bucket in plan.training_buckets:
         itemsize, wire = bucket.dtype.itemsize, policy.wire_dtype(bucket.dtype).itemsize
@@ -88,7 +84,6 @@ def shares(
             gathered.add(first, stop, length * itemsize * others)
             reduced.add(first, stop, -length * wire)
         for param, first, stop, held in _holdings(bucket):
-            numel.add(first, stop, held)
             nbytes.add(first, stop, held * itemsize)
             if wide != bucket.dtype:
                 masters.add(first, stop, aligned(held) * wide.itemsize)
@@ -96,13 +91,8 @@ def shares(
                 fixed.add(first, stop, state_sizes[param].fixed)
                 state.add(first, stop, state_sizes[param].nbytes * held)
     states = (a + b // StateSize.PER for a, b in zip(fixed, state, strict=True))
-    columns = (range(world_size), numel, nbytes, gradients, masters, states, gathered, reduced)
+    columns = (nbytes, gradients, masters, states, gathered, reduced)
     return [Share(*row) for row in zip(*columns, strict=True)]
-
-
-def share(plan: ShardPlan, group_rank: int, policy: MixedPrecision | None = None) -> Share:
-    """Return the share of one rank, without state."""
-    return shares(plan, policy)[group_rank]
 
 
 def _holdings(bucket: Bucket) -> Iterator[tuple[int, int, int, int]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from shardstep.plan.interval import Interval
+from shardstep.plan.box import Interval
 from shardstep.plan.placement import ALIGNMENT, MIN_SEGMENT_UNITS, Bucket
 
 MAX_MESSAGE_BYTES = 50 * 2**20

@@ -82,16 +82,8 @@ class Job:
     bucket_bytes: int | None = None
 
     def plan(self, world_size: int) -> ShardPlan:
-        """Return the plan of this package for `world_size` ranks; the last one is kept."""
-        if world_size not in self._last_plan:
-            made = ShardPlan.make(self.specs, world_size, bucket_bytes=self.bucket_bytes)
-            self._last_plan.clear()
-            self._last_plan[world_size] = made
-        return self._last_plan[world_size]
-
-    @cached_property
-    def _last_plan(self) -> dict[int, ShardPlan]:
-        return {}
+        """Return the plan of this package for `world_size` ranks."""
+        return ShardPlan.make(self.specs, world_size, bucket_bytes=self.bucket_bytes)
 
     def module_mode(self, world_size: int) -> Footprint:
         """ZeRO-2: `module=`."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardstep.plan.interval import Interval
+from shardstep.plan.box import Interval
 from shardstep.plan.spec import Layout, ParamSpec
 
 ALIGNMENT = 64
@@ -69,7 +69,6 @@ class Piece:
 
     param: int
     bucket: int
-    group_rank: int
     param_interval: Interval
     bucket_offset: int
     entire: bool
@@ -122,7 +121,6 @@ class Bucket:
             yield Piece(
                 param=slot.param,
                 bucket=self.index,
-                group_rank=group_rank,
                 param_interval=held.shift(-slot.bucket_offset),
                 bucket_offset=held.start,
                 entire=held.numel == slot.numel,

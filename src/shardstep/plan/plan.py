@@ -1,14 +1,14 @@
-"""The plan: the owner of every element, equal on every rank."""
+"""The plan: the owner of every element, equal on every rank, and the copies from plan to plan."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
 
-from shardstep.plan.interval import Interval
+from shardstep.plan.box import Interval
 from shardstep.plan.placement import ALIGNMENT, Bucket, Piece, place
 from shardstep.plan.spec import Layout, ParamSpec
 
@@ -17,6 +17,9 @@ MIN_BUCKET_BYTES = {"gloo": 2**20, "nccl": 8 * 2**20}
 costs as much as some MiB."""
 
 MAX_BUCKET_BYTES = 25 * 2**20
+
+Holding = Mapping[int, Interval]
+"""The elements that one rank holds, by parameter."""
 
 
 def default_bucket_bytes(specs: Sequence[ParamSpec], least: int = MIN_BUCKET_BYTES["gloo"]) -> int:
@@ -135,6 +138,37 @@ class ShardPlan:
     def fingerprint(self) -> str:
         """A digest that is equal on two ranks exactly if their plans are equal."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A move of elements of one parameter from one rank to another, which may be the same rank."""
+
+    param: int
+    param_interval: Interval
+    source: int
+    target: int
+
+
+def transfers(held: Sequence[Holding], wanted: Sequence[Holding]) -> Iterator[Copy]:
+    """Yield the copies that give every rank the elements it wants. Each is held by one rank.
+
+    Both sequences are indexed by group rank. Copies are ordered by source, target and parameter, so
+    blocking sends and receives cannot deadlock.
+    """
+    owners: dict[int, list[tuple[Interval, int]]] = {}
+    for source, holding in enumerate(held):
+        for param, interval in holding.items():
+            owners.setdefault(param, []).append((interval, source))
+    copies: list[Copy] = []
+    for target, holding in enumerate(wanted):
+        for param, interval in holding.items():
+            for have, source in owners.get(param, ()):
+                part = have.intersect(interval)
+                if part.numel or have == interval:  # an empty parameter has one owner too
+                    copies.append(Copy(param, part, source, target))
+    copies.sort(key=lambda c: (c.source, c.target, c.param, c.param_interval))
+    yield from copies
 
 
 def _require(holds: bool, what: object, otherwise: str) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from shardstep.plan.interval import Interval
+from shardstep.plan.box import Interval
 
 Layout = Literal["sliced", "whole"]
 

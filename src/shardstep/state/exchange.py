@@ -29,7 +29,7 @@ class Kept:
     """The state of one parameter over all ranks, described as if its first holder had all of it.
 
     `per_element` tells which tensors have a value for each element of the parameter. `shared` is
-    True if several ranks hold parts of the parameter.
+    True if several ranks hold parts of the parameter. `tensors` are this rank's, or none.
     """
 
     spec: ParamSpec
@@ -37,6 +37,7 @@ class Kept:
     leaves: list[Leaf]
     per_element: list[bool]
     shared: bool
+    tensors: list[torch.Tensor]
 
     def cuts(self, leaf: int, wanted: Interval) -> bool:
         """Return whether this tensor is cut or joined on the way to `wanted`."""
@@ -56,7 +57,7 @@ def move_state(
     state is put on the devices of `params`, or on the CPU if there are none.
     """
     held = plan.holdings
-    kept, tensors = survey(comm, plan, states)
+    kept = survey(comm, plan, states)
     me = comm.group_rank
     arrived: dict[int, list[torch.Tensor]] = {}
     results: dict[int, Any] = {}
@@ -74,21 +75,15 @@ def move_state(
                 continue  # the JSON has its values
             source = target = None
             if me == copy.source:
-                source = _part(
-                    tensors[copy.param][leaf], held[me][copy.param], copy, state.spec, cuts
-                )
+                source = _part(state.tensors[leaf], held[me][copy.param], copy, state.spec, cuts)
             if me == copy.target:
                 target = _part(arrived[copy.param][leaf], aim, copy, state.spec, cuts)
             _carry(comm, copy, source, target)
     return results
 
 
-Survey = tuple[dict[int, Kept], dict[int, list[torch.Tensor]]]
-"""The state over all ranks by parameter, and this rank's tensors of it in the order of leaves."""
-
-
-def survey(comm: Comm, plan: ShardPlan, states: Mapping[int, Any]) -> Survey:
-    """Return the state over all ranks of each parameter that has any, and this rank's tensors.
+def survey(comm: Comm, plan: ShardPlan, states: Mapping[int, Any]) -> dict[int, Kept]:
+    """Return the state over all ranks of each parameter that has any.
 
     Called on every rank. Raises a RuntimeError on every rank if the parts of a parameter's state do
     not fit together.
@@ -107,16 +102,19 @@ def survey(comm: Comm, plan: ShardPlan, states: Mapping[int, Any]) -> Survey:
         if failed is not None:
             raise RuntimeError(f"the optimizer state cannot be moved: {failed}")
     nodes = [dict(items) for _, items in answers]
-    kept = {
-        param: _combine(spec, plan.holdings, nodes, param)
+    return {
+        param: _combine(spec, plan.holdings, nodes, param, tensors.get(param, []))
         for param, spec in enumerate(plan.specs)
         if any(param in node for node in nodes)
     }
-    return kept, tensors
 
 
 def _combine(
-    spec: ParamSpec, held: Sequence[Holding], nodes: Sequence[Mapping[int, Node]], param: int
+    spec: ParamSpec,
+    held: Sequence[Holding],
+    nodes: Sequence[Mapping[int, Node]],
+    param: int,
+    tensors: list[torch.Tensor],
 ) -> Kept:
     """Combine the state that the holders of a parameter have of it, or raise a RuntimeError."""
     holders = [rank for rank, holding in enumerate(held) if param in holding]
@@ -156,12 +154,12 @@ def _combine(
             )
     node, shared = nodes[holders[0]][param], len(holders) > 1
     if not shared:
-        return Kept(spec, node, found[0], per_element, shared)
+        return Kept(spec, node, found[0], per_element, shared, tensors)
     form = [list(spec.shape), list(spec.stride)]
     node = with_leaves(
         node, lambda n, leaf: [*leaf[:2], *form, leaf[4], None] if per_element[n] else leaf
     )
-    return Kept(spec, node, leaves(node), per_element, shared)
+    return Kept(spec, node, leaves(node), per_element, shared, tensors)
 
 
 def _make(kept: Kept, wanted: Interval, device: torch.device, made: list[torch.Tensor]) -> Any:

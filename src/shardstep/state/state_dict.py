@@ -42,6 +42,7 @@ def consolidate(shards: ShardView, to: int | str) -> Consolidated | None:
     Returns None on ranks that do not get it.
     """
     comm, plan = shards.comm, shards.plan
+    shards.check_in_step()
 
     def check() -> tuple[int | str, list[str]]:
         if to != "all" and to not in range(comm.world_size):

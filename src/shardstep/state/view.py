@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.comm import Comm
+from shardstep.gradients.lockstep import Lockstep
 from shardstep.local.local_optimizer import LocalOptimizer
 from shardstep.plan import Holding, ShardPlan
 from shardstep.precision import MixedPrecision
@@ -24,6 +25,8 @@ class ShardView:
     comm: Comm
     planner: Planner
     pipeline: Pipeline
+    lockstep: Lockstep
+    """Compares the ranks' positions and options."""
     begun: set[int]
     """The parameters that ever trained or were given state."""
 
@@ -79,6 +82,13 @@ class ShardView:
     def wait_for_params(self) -> None:
         """Wait until every gather in flight has arrived."""
         self.pipeline.gather.wait()
+
+    def check_in_step(self) -> None:
+        """Raise if the last step was not the same on all ranks. Called on every rank.
+
+        An accelerator leaves that to the next step. State that is saved must not be wrong.
+        """
+        self.lockstep.compare_rest(self.comm)
 
     def sync_options(self) -> None:
         """Copy options from the exposed groups to the local optimizer, and back."""

@@ -33,7 +33,7 @@ def rows_of(
 ) -> dict[str, dict[str, str]]:
     """Return the rows of one framework, by kind. `run` is called as `run_ranks` is."""
     found, other_rank = run(_run, 2, rows, name, folder)
-    assert found == other_rank
+    assert found == other_rank, f"rank 0 found {found}, rank 1 {other_rank}"
     (elsewhere,) = run(_run, 1, rows_elsewhere, name, folder)
     return {kind: {**found[kind], "resume at another N": elsewhere[kind]} for kind in KINDS}
 

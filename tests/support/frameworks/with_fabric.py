@@ -26,6 +26,10 @@ def run(trial: Trial) -> dict[str, Any]:
     fabric.launch()
     net = Net()
     model = fabric.setup_module(net)
+    if fabric.device.type == "cuda":
+        # DDP broadcasts initial values on a stream of Fabric's, which nothing waits for: they could
+        # arrive after those that are loaded.
+        torch.cuda.synchronize()
     opt = fabric.setup_optimizers(optimizer_for(trial.kind, net))
     loader = fabric.setup_dataloaders(
         DataLoader(data(4, dist.get_world_size(), trial.accumulate), batch_size=BATCH)

@@ -186,6 +186,7 @@ def _make_sharded_dict(optimizer: ZeroRedundancyOptimizer, param_names: bool) ->
     """Return this rank's part of the state. Called on every rank."""
     refuse_dtensor_params(optimizer)
     shards = optimizer.shards
+    shards.check_in_step()
     shards.sync_options()
     names = _names(optimizer)
     params, global_state = _survey_state(shards, names)
@@ -269,9 +270,8 @@ def _survey_state(
     found: dict[int, _State] = {}
 
     def add(states: Mapping[int, Any], started: bool) -> None:
-        kept, tensors = survey(comm, plan, states)
-        for index, each in kept.items():
-            own = zip(tensors.get(index, ()), each.per_element, strict=False)
+        for index, each in survey(comm, plan, states).items():
+            own = zip(each.tensors, each.per_element, strict=False)
             parts = [(part, (held[index], each.spec) if cut else None) for part, cut in own]
             owner, device = f"parameter {names[index]!r}", shards.params[index].device
             found[index] = _State(owner, each.node, started, device, parts)

@@ -93,7 +93,7 @@ def export(
         else:
             _check_torch(checkpoint, part, named)
         if verify:
-            checkpoint.verify(progress=stages("checking", checkpoint.manifest.nbytes))
+            checkpoint.verify(stages=stages)
         goal = Path(out).absolute()
         staging = Staging(goal)
         try:
@@ -147,7 +147,11 @@ def _write_torch(opened: Checkpoint, folder: Path, part: Part, named: bool, stag
             value["extra"] = checkpoint.read_value(contents.extra)
     mapped.release()
     with _Sink(folder / EXPORT, mapped.release, stages("writing", sum(sizes))) as file:
-        torch.save(value if part == "all" else value[part], file)
+        try:
+            torch.save(value if part == "all" else value[part], file)
+        except RuntimeError as error:
+            # After Ctrl-C or on a full disk, torch fails once more as it ends the file.
+            raise file.error or error from None
         os.fsync(file.fileno())
 
 
@@ -185,15 +189,26 @@ class _MappedFile:
 
 
 class _Sink(io.FileIO):
-    """A new file for `torch.save`, which calls `release` after every chunk of a tensor."""
+    """A new file for `torch.save`, which calls `release` after every chunk of a tensor.
+
+    Attributes:
+        error: the first error of a write.
+    """
 
     def __init__(self, path: Path, release: Callable[[], None], progress: Progress) -> None:
         super().__init__(path, "xb")
         self._release = release
         self._progress = progress
+        self.error: BaseException | None = None
 
     def write(self, data: Buffer) -> int:
-        view = memoryview(data).cast("B")
+        try:
+            return self._write(memoryview(data).cast("B"))
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+
+    def _write(self, view: memoryview) -> int:
         done = 0
         while done < len(view):
             written = super().write(view[done : done + CHUNK_NBYTES])

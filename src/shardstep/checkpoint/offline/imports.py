@@ -160,6 +160,9 @@ def import_file(
 
 def _read_torch(file: Path) -> Any:
     mapped = zipfile.is_zipfile(file)  # the format before torch 1.6 cannot be mapped
+    with file.open("rb") as opened:
+        is_pickle = opened.read(1) == pickle.PROTO
+    require(mapped or is_pickle, f"{file}: is neither a file of torch.save nor safetensors")
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
@@ -387,5 +390,4 @@ def _save_param(
     tree = Tree(master_in_file(node), {}) if state else None
     param = SavedParam(name, *_shape_and_dtype(name, tensors, model), True, tree)
     require(param.master_fits, f"the master of {name!r} {NO_MASTER}")
-    files.add_state(index, param, [(0, Box.whole(param.shape))], lambda n, box: tensors[n])
-    return param
+    return files.add_state(index, param, [(0, Box.whole(param.shape))], lambda n, box: tensors[n])

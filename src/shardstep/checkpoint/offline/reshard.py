@@ -55,7 +55,7 @@ def reshard(
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     with Checkpoint(Path(path)) as checkpoint:
         if verify:
-            checkpoint.verify(progress=stages("checking", checkpoint.manifest.nbytes))
+            checkpoint.verify(stages=stages)
         files = FileLayout(ranks, range(ranks))
         return write_alone(out, files, _reshard(checkpoint, files, layout), stages)
 
@@ -69,11 +69,10 @@ def _reshard(checkpoint: Checkpoint, files: FileLayout, layout: Layout | None) -
         return files.add_tree(name, tree, lambda n: checkpoint.stream(tree.stored[n]))
 
     def move_param(index: int, param: SavedParam, pieces: list[tuple[int, Box]]) -> SavedParam:
-        if param.state is None:
-            return param
-        stored, made = param.state.stored, replace(param, state=Tree(param.state.node, {}))
-        files.add_state(index, made, pieces, lambda n, box: checkpoint.stream(stored[n], box))
-        return made
+        stored = {} if param.state is None else param.state.stored
+        return files.add_state(
+            index, param, pieces, lambda n, box: checkpoint.stream(stored[n], box)
+        )
 
     if optimizer is not None:
         if layout is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -152,13 +153,7 @@ def _tensor(name: str, stored: Stored) -> dict[str, Any]:
         "shape": list(stored.shape),
         "nbytes": stored.nbytes,
         "chunks": [
-            {
-                "file": chunk.file,
-                "key": chunk.key,
-                "offsets": list(chunk.box.offsets),
-                "sizes": list(chunk.box.sizes),
-            }
-            for chunk in stored.chunks
+            {"file": chunk.file, "key": chunk.key, **asdict(chunk.box)} for chunk in stored.chunks
         ],
     }
 
