@@ -218,7 +218,10 @@ PLACES = {
     "forward": "rank 0 is reducing gradients where rank 1 is copying buffers",
     "no step": "rank 0 is ending the step where rank 1 is reducing gradients",
     "step": "rank 0 is reducing gradients where rank 1 is ending the step",
-    "step, cleared": "rank 0 is comparing parameters where rank 1 is reducing gradients",
+    "step, cleared": "rank 1 ran no backward pass where rank 0 has gradients",
+    "step, cleared, then verify": "rank 0 is comparing parameters where rank 1 is reducing",
+    "no backward": "rank 1 ran no backward pass where rank 0 has gradients",
+    "no backward, then clip": "rank 1 ran no backward pass where rank 0 has gradients",
     "freeze": f"rank 0 is reducing gradients where rank 1 is {NOTES}",
     "loop": "rank 0 is reducing gradients where rank 1 is comparing parameters",
     **{
@@ -244,9 +247,12 @@ def _alone(what: str, buckets: int) -> None:
             break
         if mine == "forward":
             MLP_PROBLEM.loss(setup.model, step)
-        setup.backward(step)
+        if not (mine or "").startswith("no backward"):
+            setup.backward(step)
         if mine in CALLS:
             CALLS[mine][0](setup)
+        if what.endswith("then clip"):
+            setup.opt.clip_grad_norm_(1.0)
         if mine != "no step":
             setup.opt.step()
         if mine == "step":
@@ -255,9 +261,10 @@ def _alone(what: str, buckets: int) -> None:
             module[0].requires_grad_(False)
         setup.opt.zero_grad()
         if step == 1:
-            if mine == "step, cleared":
+            if (mine or "").startswith("step, cleared"):
                 setup.opt.step()
-            setup.opt.verify() if what == "step, cleared" else None
+            if what.endswith("then verify"):
+                setup.opt.verify()
     setup.opt.verify()
 
 

@@ -26,8 +26,9 @@ from shardstep.comm import (
 from shardstep.comm.join import JoinContext
 from shardstep.params.sharded_params import ShardedParams
 
-GIVEN_UP, JOINED, EDITED = 1, 2, 4
-"""Marks of a note: the batch was given up, the rank has no data left, groups were edited."""
+GIVEN_UP, JOINED, EDITED, EMPTY = 1, 2, 4, 8
+"""Marks of a note: the batch was given up, the rank has no data left, groups were edited, the rank
+has no gradient and ran no backward pass."""
 
 NOTE = struct.Struct("=8q")
 COUNTS = {
@@ -85,11 +86,10 @@ class Lockstep:
 
     # ---------------------------------------------------------------------------------- the notes
 
-    def write(self, params: ShardedParams, given_up: bool = False) -> bytes:
-        """Return this rank's note."""
+    def write(self, params: ShardedParams, marks: int = 0) -> bytes:
+        """Return this rank's note, with `marks` besides those for `Join` and for edited groups."""
         self._edit = params.hand_edit()
-        edited = EDITED * (self._edit is not None)
-        marks = GIVEN_UP * given_up + JOINED * self._join.shadowing + edited
+        marks |= JOINED * self._join.shadowing | EDITED * (self._edit is not None)
         options = plain_options(params.groups)
         if options != self._options:
             self._options = options
@@ -170,6 +170,12 @@ class Lockstep:
                         f"where rank {rank} counts {note[position]}; do the same on all ranks, and "
                         "call recover() on every rank after an error that you catch"
                     )
+        empty = {bool(note[0] & EMPTY): rank for rank, note in reversed(present)}
+        if len(empty) == 2:
+            raise OutOfStepError(
+                f"rank {empty[True]} ran no backward pass where rank {empty[False]} has gradients; "
+                "run backward on every rank, with a loss times 0 if a rank has nothing to add"
+            )
 
     def _compare_options(self, comm: Comm, arrived: _Arriving, present: Sequence[int]) -> None:
         """Name the option that differs between the ranks `present`. Called on every rank."""
@@ -239,7 +245,7 @@ class UsedParams:
         self._here.clear()
 
     def send(
-        self, cleared: Iterable[int] = (), now_used: Iterable[int] = (), given_up: bool = False
+        self, cleared: Iterable[int] = (), now_used: Iterable[int] = (), marks: int = 0
     ) -> None:
         """Take the changes of a round in, and send this rank's note and flags to all ranks.
 
@@ -252,7 +258,7 @@ class UsedParams:
         self._zeroed.clear()
         every = len(self._here) == size
         flags = b"\1" * size if every else bytes(index in self._here for index in self._trained)
-        own = self._lockstep.write(self._params, given_up) + flags
+        own = self._lockstep.write(self._params, marks) + flags
         self._rounds.append(exchange_rows(self._comm, own, self._device))
         self._lockstep.rounds += 1
 

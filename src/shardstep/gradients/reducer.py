@@ -30,7 +30,7 @@ from shardstep.comm import Comm, span
 from shardstep.comm.join import JoinContext
 from shardstep.gradients.feeders import Feeder, Taken
 from shardstep.gradients.lanes import lanes
-from shardstep.gradients.lockstep import Lockstep, UsedParams
+from shardstep.gradients.lockstep import EMPTY, GIVEN_UP, Lockstep, UsedParams
 from shardstep.gradients.norms import ShardNorms
 from shardstep.gradients.sharded_grad import ShardedGrad
 from shardstep.params.sharded_params import ShardedParams
@@ -54,6 +54,7 @@ class _Round:
 
     Attributes:
         missing: the gradients that each lane waits for.
+        asked_for: whether a call that needs gradients began it, and no backward pass.
         launched: the number of lanes that were launched.
         taken: the gradients of the next lane, if launching it has failed.
         cleared: the parameters whose earlier gradients no longer count.
@@ -62,6 +63,7 @@ class _Round:
     """
 
     missing: list[set[int]]
+    asked_for: bool
     launched: int = 0
     taken: Taken | None = None
     cleared: list[int] = field(default_factory=list)
@@ -104,17 +106,17 @@ class GradReducer(ShardNorms):
         self.trained = params.trained
         self.placeholders: dict[int, ShardedGrad] = {}
         for index in self.trained:
-            spec, dtype = plan.specs[index], precision.step_dtype(plan.specs[index].dtype)
-            placeholder = ShardedGrad(self.params[index], index, spec.name, self, dtype)
-            self.placeholders[index] = placeholder
+            param, spec = self.params[index], plan.specs[index]
+            dtype = precision.step_dtype(spec.dtype)
+            self.placeholders[index] = ShardedGrad(param, index, spec.name, self, dtype)
         self.lanes = lanes(comm, params, precision)
         self._order = list(self.lanes)
         self.used = UsedParams(comm, params, self.trained, lockstep)
         self._phase = Phase.OWED
         self._round: _Round | None = None
-        # Whether a round has ended since the last step.
-        self._fresh = False
+        self._fresh = False  # whether a round has ended since the last step
         self._in_backward = False
+        self._ran_backward = False  # since gradients were last cleared or sent
         self.paused = False
         self._norms = {}
         feeder.attach(self)
@@ -131,10 +133,7 @@ class GradReducer(ShardNorms):
         return _hook(self.params[param], weakref.ref(self), param)
 
     def gradient_ready(self, param: int, final: bool = True) -> None:
-        """Count a gradient in, and launch its bucket if that was the last.
-
-        One that is not final may be changed until the end of the pass, and is sent then.
-        """
+        """Count a gradient in, and launch its bucket if that was the last and no hook is left."""
         # Models over several devices run their backward in several threads.
         with self._lock:
             if self.paused:
@@ -144,7 +143,7 @@ class GradReducer(ShardNorms):
             current = self._round
             if current is None:
                 self.announce("round")
-                current = self._begin_round(check=True)
+                current = self._begin_round(by_gradient=True)
             lane = self.lanes.number_of[param]
             missing = current.missing[lane]
             if param in missing and final:
@@ -188,7 +187,8 @@ class GradReducer(ShardNorms):
             self._send_note(current)
 
     def _send_note(self, current: _Round) -> None:
-        self.used.send(current.cleared, current.used)
+        empty = current.asked_for and not current.used and not self._lockstep.kept
+        self.used.send(current.cleared, current.used, EMPTY * empty)
         current.noted = True
 
     def expect_backward(self) -> None:
@@ -198,6 +198,7 @@ class GradReducer(ShardNorms):
         checkpointing, end earlier.
         """
         with self._lock:
+            self._ran_backward = True
             if not self._in_backward and not self.paused:
                 self._in_backward = True
                 _reached[self] = None
@@ -225,8 +226,9 @@ class GradReducer(ShardNorms):
             self._finish_round(self._round)
         self._leave_backward()
 
-    def _begin_round(self, check: bool = False) -> _Round:
-        self._lockstep.kept = len(self._feeder.present(check).kept)
+    def _begin_round(self, by_gradient: bool = False) -> _Round:
+        asked_for = not (by_gradient or self._ran_backward)
+        self._lockstep.kept = len(self._feeder.present(check=by_gradient).kept)
         self.lanes.wait()
         self._norms.clear()
         if self._lockstep.kept:
@@ -235,7 +237,7 @@ class GradReducer(ShardNorms):
             self._forget_all()
         if self._phase is Phase.COLLECTED:
             self._phase = Phase.REDUCED
-        current = self._round = _Round([set(lane.params) for lane in self._order])
+        current = self._round = _Round([set(lane.params) for lane in self._order], asked_for)
         if not self._in_backward and self._feeder.ends_with_backward:
             # A round that was given up is no longer the current one.
             at_end_of_backward(
@@ -349,7 +351,7 @@ class GradReducer(ShardNorms):
             works = []
             for _ in self._lockstep.even_out(self._comm):
                 works += self.lanes.launch_zeros(first)
-                self.used.send(given_up=True)
+                self.used.send(marks=GIVEN_UP)
                 first = 0
             for work in works:
                 work.wait()
@@ -383,7 +385,7 @@ class GradReducer(ShardNorms):
 
     def _forget_all(self) -> None:
         self.used.clear_all()
-        self._fresh = False
+        self._fresh = self._ran_backward = False
         self._phase = Phase.OWED
 
     @override
@@ -438,11 +440,7 @@ _reached: weakref.WeakKeyDictionary[GradReducer, None] = weakref.WeakKeyDictiona
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> bool:
-    """Call `callback` at the end of the running backward pass.
-
-    Returns:
-        False if there is no such pass; `callback` is not called then.
-    """
+    """Call `callback` at the end of the running backward pass; return False if there is none."""
     try:
         torch.autograd.Variable._execution_engine.queue_callback(callback)
     except RuntimeError:
