@@ -48,8 +48,9 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
+    prog = os.environ.get("SHARDSTEP_PROG")  # a user's run, which leaves the published results alone
     parser = argparse.ArgumentParser(
-        prog=os.environ.get("SHARDSTEP_PROG"),
+        prog=prog,
         description="Measure the time of a training step, bytes sent and memory: shardstep against "
         "DDP, torch ZeRO and FSDP2. Each host has one rank, and all train a GPT with 17 million "
         "parameters. Hosts are network namespaces of this machine, which need root, `ip` and `tc`. "
@@ -82,8 +83,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         type=Path,
         default=argparse.SUPPRESS,
         metavar="FILE",
-        help="write the JSON here (default: hosts-N-RATE.json, in benchmarks/results of a "
-        "checkout, else in the current folder)",
+        help="write the JSON here (default: hosts-N-RATE.json in "
+        + ("the current folder)" if prog else "benchmarks/results)"),
     )
     add("--json", action="store_true", help="print JSON instead of the table")
     add(
@@ -109,7 +110,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if options.local:
         options.rate = "none"
     if "out" not in options:
-        folder = HERE / "results" if (HERE / "results").is_dir() else Path()
+        folder = Path() if prog else HERE / "results"
         kind = "local" if options.local else "hosts"
         options.out = folder / f"{kind}-{options.hosts}-{options.rate}.json"
     if "picture" not in options:
