@@ -48,7 +48,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    prog = os.environ.get("SHARDSTEP_PROG")  # a user's run, which leaves the published results alone
+    prog = os.environ.get("SHARDSTEP_PROG")  # a user's run leaves published results alone
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Measure the time of a training step, bytes sent and memory: shardstep against "

@@ -322,6 +322,10 @@ ERRORS: list[tuple[Callable[[str], None], type[Exception], str]] = [
     (detached, RuntimeError, r"rank \d: the optimizer .* was detached; wrap the module in Dist"),
     (ignored_by_ddp, ValueError, "'layers.2.weight' .* in DDP's parameters_to_ignore"),
     (
+        lambda way: tied(way, in_ddp(MLP(), skip_all_reduce_unused_params=True)),
+        *(ValueError, "skip_all_reduce_unused_params=True may leave out"),
+    ),
+    (
         beyond_ddp,
         *(ValueError, r"\[0, 1\], reaches beyond the DDP module's, of ranks \[[01]\]"),
     ),

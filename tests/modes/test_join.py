@@ -195,6 +195,30 @@ def _different_acts() -> None:
         zero.opt.step()
 
 
+def _differ_after_a_rank_has_joined(edit: bool, clip: bool) -> None:
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    group = zero.opt.param_groups[0]
+    with Join([zero.opt]):
+        for step in range(4 if rank() else 2):
+            if step == 3 and rank() == 1:
+                group["params"].pop() if edit else group.update(lr=0.1)
+            zero.backward(step)
+            if clip:
+                zero.clip(1.0)
+            zero.finish()
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_difference_is_named_on_ranks_without_data_too(clip: bool) -> None:
+    each_raises_on_every_rank(
+        3,
+        [
+            (_differ_after_a_rank_has_joined, ValueError, "rank 1: .* no longer in it", True, clip),
+            (_differ_after_a_rank_has_joined, RuntimeError, "on rank 1 and .* 2", False, clip),
+        ],
+    )
+
+
 def test_early_ends_other_joinables_first_and_different_acts_are_errors_on_every_rank() -> None:
     cases: list[tuple[Any, ...]] = [
         (_throwing, RuntimeError, "exhausted", False),

@@ -27,7 +27,7 @@ from models import (
     with_zero,
 )
 from on_ranks import on_ranks
-from problems import assert_same, differing
+from problems import assert_same, copies, differing
 from scenarios import distance
 from torch import Tensor, nn
 from traffic import Traffic, counted
@@ -246,6 +246,33 @@ def test_a_rank_without_any_gradient_takes_part_with_zeros() -> None:
             (zero.module if step else zero.opt).zero_grad()
             oracle.finish()
         assert distance(oracle.params, zero.params) <= 1e-5
+
+
+@on_ranks(2)
+def test_a_step_without_any_gradient_may_follow_a_backward_pass_of_one_rank() -> None:
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    if rank() == 0:  # where the input matters, as the rank that logs may ask
+        x = noise(0, 6, 16).requires_grad_()
+        torch.autograd.grad(zero.model(x).sum(), x)
+    before = copies(zero.params)
+    zero.finish()
+    assert_same(before, zero.params)
+
+
+@on_ranks(2)
+def test_a_rank_takes_part_with_zeros_in_parameters_that_were_unfrozen_unnoticed() -> None:
+    """The model evaluates, so its forward passes notice nothing."""
+    zero = with_zero(Bypassed(), SGD)
+    zero.module.eval()
+    first, *others = zero.module.parameters()
+    first.requires_grad_(False)
+    zero.opt.zero_grad()
+    before = first.detach().clone()
+    for param in (first, *others):
+        param.requires_grad_(param is first)
+    zero.model(noise(0, 6, 16).requires_grad_(), rank() == 1).square().mean().backward()
+    zero.opt.step()
+    assert not torch.equal(before, first)
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {

@@ -187,6 +187,9 @@ TORCH_CALLS: dict[str, Callable[[Any, list[Any]], Any]] = {
     "norm": lambda setup, params: nn.utils.clip_grad_norm_(params, 0.01),
     "foreach": lambda setup, params: nn.utils.clip_grad_norm_(params, 0.01, 1.0, foreach=True),
     "inf": lambda setup, params: nn.utils.clip_grad_norm_(iter(params), 0.01, float("inf")),
+    "inf foreach": lambda setup, params: nn.utils.clip_grad_norm_(
+        params, 0.01, float("inf"), foreach=True
+    ),
     "part": lambda setup, params: nn.utils.clip_grad_norm_(params[2:5], 0.01),
     "value": lambda setup, params: nn.utils.clip_grad_value_(params, 0.001),
     "value foreach": lambda setup, params: nn.utils.clip_grad_value_(params, 0.001, foreach=True),
@@ -197,6 +200,29 @@ TORCH_CALLS: dict[str, Callable[[Any, list[Any]], Any]] = {
         setup.clip(0.01) if again else params[0].grad.norm() for again in (0, 1, 0)
     ],
 }
+
+
+@on_ranks(2)
+def test_one_list_may_hold_gradients_of_two_models() -> None:
+    """Torch's functions act on lists of gradients if they are told to."""
+    for call in ("foreach", "inf foreach", "value foreach"):
+        both = [
+            [make(MLP_PROBLEM.fresh(), SGD) for make in (way, way)] for way in (with_zero, with_ddp)
+        ]
+        norms = []
+        for one, two in both:
+            one.backward(0)
+            two.backward(1)
+            one.module.layers[0].zero_grad()
+            params = [*two.module.parameters(), *one.module.parameters()]
+            norms.append(TORCH_CALLS[call](one, params[::-1]))
+            torch._foreach_mul_([param.grad for param in params if param.grad is not None], 2.0)
+            one.finish()
+            two.finish()
+        if norms[0] is not None:
+            assert torch.allclose(*norms, rtol=1e-6, atol=0)
+        for zero, ddp in zip(*both, strict=True):
+            assert distance(ddp.params, zero.params) < 1e-6
 
 
 def _clip_with_accelerate(setup: Any, params: list[Any]) -> Any:

@@ -221,13 +221,21 @@ def write_parameters(setup: Setup) -> None:
 
 @scenario()
 def give_parameters_other_memory(setup: Setup) -> None:
-    """With the same values and with others; at one step on one rank alone."""
+    """With the same values and with others; at one step on one rank alone; for a forward pass."""
     for step in range(6):
-        first, *_, last = setup.module.parameters()
+        first, *_, last = params = list(setup.module.parameters())
         if step in (2 + rank() % 2, 5):
             first.data = first.data.clone()
         if step == 4:
             last.data = last.data * 0.5
+            params[2].data, params[4].data = params[4].data, params[2].data
+        if step == 3:
+            kept = [param.data for param in params]
+            for param in params:
+                param.data = param.data * 0.5
+            setup.model(noise(step, 6, 16))
+            for param, data in zip(params, kept, strict=True):
+                param.data = data
         setup.backward(step)
         setup.finish()
 

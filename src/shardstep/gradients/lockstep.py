@@ -26,9 +26,9 @@ from shardstep.comm import (
 from shardstep.comm.join import JoinContext
 from shardstep.params.sharded_params import ShardedParams
 
-GIVEN_UP, JOINED, EDITED, EMPTY = 1, 2, 4, 8
+GIVEN_UP, JOINED, EDITED, EMPTY, NO_BACKWARD = 1, 2, 4, 8, 16
 """Marks of a note: the batch was given up, the rank has no data left, groups were edited, the rank
-has no gradient and ran no backward pass."""
+has no gradient, and it ran no backward pass either."""
 
 NOTE = struct.Struct("=8q")
 COUNTS = {
@@ -170,10 +170,11 @@ class Lockstep:
                         f"where rank {rank} counts {note[position]}; do the same on all ranks, and "
                         "call recover() on every rank after an error that you catch"
                     )
-        empty = {bool(note[0] & EMPTY): rank for rank, note in reversed(present)}
-        if len(empty) == 2:
+        idle = [rank for rank, note in present if note[0] & NO_BACKWARD]
+        filled = [rank for rank, note in present if not note[0] & EMPTY]
+        if idle and filled:
             raise OutOfStepError(
-                f"rank {empty[True]} ran no backward pass where rank {empty[False]} has gradients; "
+                f"rank {idle[0]} ran no backward pass where rank {filled[0]} has gradients; "
                 "run backward on every rank, with a loss times 0 if a rank has nothing to add"
             )
 
@@ -348,7 +349,9 @@ def _plain(value: Any) -> Any:
         return value.tolist() if small else tuple(value.shape)
     if isinstance(value, (tuple, list)):
         return [each if type(each) in PLAIN else _plain(each) for each in value]
-    return value if isinstance(value, (float, int, str)) else type(value).__name__
+    if isinstance(value, float):
+        return float(value)  # of NumPy, too
+    return value if isinstance(value, (int, str)) else type(value).__name__
 
 
 def _text(value: Any) -> str:

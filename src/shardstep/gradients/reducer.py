@@ -30,7 +30,7 @@ from shardstep.comm import Comm, span
 from shardstep.comm.join import JoinContext
 from shardstep.gradients.feeders import Feeder, Taken
 from shardstep.gradients.lanes import lanes
-from shardstep.gradients.lockstep import EMPTY, GIVEN_UP, Lockstep, UsedParams
+from shardstep.gradients.lockstep import EMPTY, GIVEN_UP, NO_BACKWARD, Lockstep, UsedParams
 from shardstep.gradients.norms import ShardNorms
 from shardstep.gradients.sharded_grad import ShardedGrad
 from shardstep.params.sharded_params import ShardedParams
@@ -116,7 +116,7 @@ class GradReducer(ShardNorms):
         self._round: _Round | None = None
         self._fresh = False  # whether a round has ended since the last step
         self._in_backward = False
-        self._ran_backward = False  # since gradients were last cleared or sent
+        self.ran_backward = False  # since gradients were last cleared or sent
         self.paused = False
         self._norms = {}
         feeder.attach(self)
@@ -187,8 +187,9 @@ class GradReducer(ShardNorms):
             self._send_note(current)
 
     def _send_note(self, current: _Round) -> None:
-        empty = current.asked_for and not current.used and not self._lockstep.kept
-        self.used.send(current.cleared, current.used, EMPTY * empty)
+        empty = not current.used and not self._lockstep.kept
+        marks = (EMPTY | NO_BACKWARD * current.asked_for) * empty
+        self.used.send(current.cleared, current.used, marks)
         current.noted = True
 
     def expect_backward(self) -> None:
@@ -198,7 +199,7 @@ class GradReducer(ShardNorms):
         checkpointing, end earlier.
         """
         with self._lock:
-            self._ran_backward = True
+            self.ran_backward = True
             if not self._in_backward and not self.paused:
                 self._in_backward = True
                 _reached[self] = None
@@ -227,7 +228,7 @@ class GradReducer(ShardNorms):
         self._leave_backward()
 
     def _begin_round(self, by_gradient: bool = False) -> _Round:
-        asked_for = not (by_gradient or self._ran_backward)
+        asked_for, self.ran_backward = not (by_gradient or self.ran_backward), False
         self._lockstep.kept = len(self._feeder.present(check=by_gradient).kept)
         self.lanes.wait()
         self._norms.clear()
@@ -385,7 +386,7 @@ class GradReducer(ShardNorms):
 
     def _forget_all(self) -> None:
         self.used.clear_all()
-        self._fresh = self._ran_backward = False
+        self._fresh = self.ran_backward = False
         self._phase = Phase.OWED
 
     @override
@@ -411,6 +412,7 @@ class GradReducer(ShardNorms):
     def announce(self, kind: str, arguments: Callable[[], list[Any]] = list) -> None:
         if self._join is not None and self._join.enabled and not self._join.shadowing:
             # Clearing gradients is not announced; all ranks act on those that were not cleared.
+            self.used.compare()  # joined ranks have compared these notes already
             action = [kind, sorted(self._feeder.present().kept), arguments()]
             self._join.announce(self._comm, action)
 

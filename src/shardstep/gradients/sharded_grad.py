@@ -123,8 +123,16 @@ class ShardedGrad(torch.Tensor):
         if act is None or (mixed and act is not _zero):
             found = next(a for a in tree_leaves(args) if isinstance(a, ShardedGrad))
             raise found.refusal(operation)
-        results = act(grads, *args[1:])
-        return (grads if results is None else results)[0] if single else results
+        # One list may hold gradients of several models, and some that were not sent yet.
+        by_reducer: dict[Any, list[Any]] = {}
+        for grad in grads:
+            by_reducer.setdefault(getattr(grad, "reducer", None), []).append(grad)
+        results = {reducer: act(part, *args[1:]) for reducer, part in by_reducer.items()}
+        if None in results.values():  # in place
+            return grads[0] if single else None
+        ordered = {reducer: iter(each) for reducer, each in results.items()}
+        all_results = [next(ordered[grad.reducer]) for grad in grads]
+        return all_results[0] if single else all_results
 
     def refusal(self, operation: str) -> RuntimeError:
         """Return the error for an operation that needs the numbers."""
@@ -170,12 +178,12 @@ def _accumulate(grads: Sequence[ShardedGrad], new: torch.Tensor, *_: Any) -> Non
     grad.incoming = new if grad.incoming is None else grad.incoming.to(grad.dtype) + new
 
 
-def _zero(grads: Sequence[torch.Tensor], *_: Any) -> None:
-    sharded = [grad for grad in grads if isinstance(grad, ShardedGrad)]
+def _zero(grads: Sequence[Any], *_: Any) -> None:
+    if isinstance(grads[0], ShardedGrad):
+        grads[0].reducer.zero_some([grad.param for grad in grads])
+        return
     for grad in grads:
-        if not isinstance(grad, ShardedGrad):
-            grad.zero_()  # not sent yet
-    sharded[0].reducer.zero_some([grad.param for grad in sharded])
+        grad.zero_()  # not sent yet
 
 
 def _unscale(

@@ -167,9 +167,10 @@ class Mode(Stepper):
 
     @override
     def adapt(self, stepping: bool) -> None:
-        # Data that only moved is this rank's own affair. Freezing, unfreezing, or another dtype or
-        # device change the plan, and must be done on every rank. Ranks that changed different
-        # things raise. A rank that changed nothing does not know, and makes another call.
+        # Data that only moved is this rank's own affair, and may move back before the step.
+        # Freezing, unfreezing, or another dtype or device change the plan, and must be done on
+        # every rank. Ranks that changed different things raise. A rank that changed nothing does
+        # not know, and makes another call.
         params = self.pipeline.params
         self.pipeline.gather.wait()
         if params.hand_edit() is not None:
@@ -184,10 +185,10 @@ class Mode(Stepper):
                 else spec
                 for spec, before, param in zip(specs, params.trainable, params.params, strict=True)
             ]
-        if tuple(specs) == self.plan.specs:
-            params.attach()
-        else:
+        if tuple(specs) != self.plan.specs:
             self.replan(FOLLOWING, self.planner.plan)
+        elif stepping:
+            params.attach()
 
     def add_group(self, add: Callable[[], None]) -> None:
         """Call `add`, which appends a group, and place its parameters. Called on every rank.

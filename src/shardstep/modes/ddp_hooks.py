@@ -256,6 +256,11 @@ def _check(ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer") -> Ins
                 f"parameter {name!r} of the DDP module trains but is in DDP's parameters_to_ignore,"
                 " so no hook would see its gradient; freeze it, or let DDP have it"
             )
+    if within.skip_all_reduce_unused_params:
+        raise ValueError(
+            "the step is taken after the last bucket, which skip_all_reduce_unused_params=True may "
+            "leave out; construct the DDP module without it"
+        )
     return mode
 
 

@@ -269,6 +269,7 @@ class ModuleMode(Mode):
                     params[index].grad = None
 
         self.replan(FOLLOWING, make)
+        self._reducer.ran_backward = True  # collect() has compared who did
         for index, grad in grads.items():
             if grad is not None:
                 self._feeder.put_aside(index, grad)
@@ -296,6 +297,7 @@ class ModuleMode(Mode):
         }
         with self.join.shadow():
             actions[kind](*arguments)
+            self._reducer.used.compare()  # as the others do before they announce another action
 
     @override
     def end_join(self) -> None:

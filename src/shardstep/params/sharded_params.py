@@ -200,6 +200,10 @@ class BucketViews(ParamStorage):
                     stacklevel=2,
                 )
                 break
+        owners = {held.data_ptr(): index for index, held in self._slices.items() if held.numel()}
+        if any(owners.get(local_part(self._params[i]).data_ptr(), i) != i for i in self._slices):
+            # Parameters have changed places. What is there is still needed, here and in backward.
+            self.messages = []
         for number, bucket in enumerate(self._plan.training_buckets):
             if number == len(self.messages):
                 # Zeros, not garbage: padding is sent too, and must not differ from run to run.
