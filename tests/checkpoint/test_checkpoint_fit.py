@@ -388,6 +388,9 @@ def test_arguments_of_another_kind_are_named(tmp_path: Path) -> None:
             given(tmp_path / "before", opt, state)
     with pytest.raises(TypeError, match=r"path is None: latest\(\)"):
         ckpt.load(nowhere, opt, model)
+    for value, named in ((plain, r"a SGD, .*; pass its state_dict\(\)"), (object(), "an object,")):
+        with pytest.raises(TypeError, match=f"kept' is {named}"):
+            ckpt.save(path, opt, model, {"kept": value})
     assert not path.exists()
 
 
