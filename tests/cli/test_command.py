@@ -110,6 +110,30 @@ def test_ctrl_c_is_clean_while_ranks_start(after_s: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("after_s", [0.0, 3.0])
+def test_a_demo_that_is_terminated_leaves_no_ranks_and_no_files(
+    number: signal.Signals, after_s: float, tmp_path: Path
+) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*MAIN, "demo"], stderr=pipe, text=True, env=environment) as child:
+        try:
+            while not (ranks := list_ranks(child.pid)):
+                time.sleep(0.01)
+            time.sleep(after_s)
+            child.send_signal(number)
+            err = child.communicate(timeout=60)[1]
+        finally:
+            child.kill()
+    assert child.returncode == 128 + number
+    assert "leaked" not in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.glob("shardstep-*"))
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["reshard --ranks 4", "export", "export --to safetensors"])
 def test_ctrl_c_leaves_nothing_of_a_checkpoint_that_is_being_written(
     command: str, tmp_path: Path
