@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from netns import Host, bits_per_second, local_hosts, switched_hosts
+from netns import MAX_HOSTS, Host, bits_per_second, local_hosts, switched_hosts
 from picture import draw
 from summary import summarise, table
 
@@ -48,7 +48,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    prog = os.environ.get("SHARDSTEP_PROG")  # a user's run leaves published results alone
+    prog = os.environ.get("SHARDSTEP_PROG")
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Measure the time of a training step, bytes sent and memory: shardstep against "
@@ -110,9 +110,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if options.local:
         options.rate = "none"
     if "out" not in options:
-        folder = Path() if prog else HERE / "results"
-        kind = "local" if options.local else "hosts"
-        options.out = folder / f"{kind}-{options.hosts}-{options.rate}.json"
+        options.out = _default_out(options)
+    if options.out.is_dir():
+        parser.error(f"--out: expected a file, but {options.out} is a folder")
     if "picture" not in options:
         options.picture = options.out.with_suffix(".png")
     try:
@@ -122,6 +122,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("hosts", "rounds", "steps", "batch_size", "seq_len", "timeout"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive")
+    if options.hosts > MAX_HOSTS:
+        parser.error(f"--hosts must be at most {MAX_HOSTS}")
     if options.picture.suffix.lower() != ".png":
         parser.error(f"--picture: expected a name that ends with .png, not {options.picture}")
     for path in (options.out, options.picture):
@@ -133,6 +135,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         except OSError as error:
             parser.error(f"cannot write {path} ({error.strerror})")
     return options
+
+
+def _default_out(options: argparse.Namespace) -> Path:
+    # A user's run leaves the published results alone.
+    folder = Path() if os.environ.get("SHARDSTEP_PROG") else HERE / "results"
+    kind = "local" if options.local else "hosts"
+    return folder / f"{kind}-{options.hosts}-{options.rate}.json"
 
 
 def run_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -242,10 +251,11 @@ def _command(options: argparse.Namespace) -> str:
     names = ("hosts", "rate", "rounds", "steps", "batch_size", "seq_len")
     values = ["--local"] if options.local else []
     values += [f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names]
-    contestants = f"--contestants {','.join(options.contestants)}"
     program, folder = os.environ.get("SHARDSTEP_PROG"), "benchmarks/results/"
-    out = f"--out {'' if program else folder}{options.out.name}"
-    return " ".join([program or "python benchmarks/hosts.py", *values, contestants, out])
+    values.append(f"--contestants {','.join(options.contestants)}")
+    if options.out != _default_out(options):
+        values.append(f"--out {'' if program else folder}{options.out.name}")
+    return " ".join([program or "python benchmarks/hosts.py", *values])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -275,15 +285,18 @@ def main(argv: Sequence[str]) -> int:
         "raw_by_rank": [rank["tracks"] for rank in ranks],
     }
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    drawn = result["contestants"] and draw(result, options.picture)
-    if options.json:
-        print(json.dumps(result, indent=1))
-        return 0
-    print(f"\n{table(result)}\n\n{options.out}")
-    if drawn:
-        print(options.picture)
-    return 0
+    text, written, failed = json.dumps(result, indent=1), [], None
+    try:
+        options.out.write_text(text + "\n")
+        written.append(options.out)
+        if result["contestants"] and draw(result, options.picture):
+            written.append(options.picture)
+    except OSError as error:
+        failed = f"error: cannot write {error.filename or options.out} ({error.strerror})"
+    print(text if options.json else "\n".join(["", table(result), "", *map(str, written)]))
+    if failed:
+        print(failed, file=sys.stderr)
+    return int(failed is not None)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from pathlib import Path
 INTERFACE = "eth0"
 """What every host calls its one interface."""
 
+MAX_HOSTS = 250
+
 _PREFIX = "shardstep-bench"
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
@@ -60,8 +62,8 @@ def switched_hosts(num_hosts: int, rate: str) -> Iterator[list[Host]]:
 
     The caller ends the processes it started in the hosts before leaving the block.
     """
-    if not 1 <= num_hosts <= 250:
-        raise ValueError(f"num_hosts must be between 1 and 250, got {num_hosts}")
+    if not 1 <= num_hosts <= MAX_HOSTS:
+        raise ValueError(f"num_hosts must be between 1 and {MAX_HOSTS}, got {num_hosts}")
     bits_per_second(rate)
     _require_tools()
     _remove(_left_by_the_dead())

@@ -36,6 +36,8 @@ def main() -> None:
         main()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except OSError as error:  # stdout may be a file on a full disk
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -95,6 +95,11 @@ def test_imports_go_one_way(path: Path) -> None:
     assert later == set()
 
 
+def test_the_package_imports_its_public_modules() -> None:
+    code = "import shardstep; shardstep.checkpoint.load, shardstep.elastic.init_process_group"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 

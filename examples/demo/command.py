@@ -106,10 +106,6 @@ def demo(
         typer.echo(f"rank {error.error_index} failed: {error.msg.strip()}", err=True)
         raise typer.Exit(1) from None
     text = json.dumps(record.as_dict(), indent=2)
-    if out is not None:
-        out.write_text(text + "\n")
-    if picture is not None:
-        draw(record, picture)
     if as_json:
         typer.echo(text)
     else:
@@ -119,6 +115,14 @@ def demo(
         # A terminal that is narrower still breaks lines. Cut numbers would be worse.
         console.width = max(console.width, _least_width(table))
         console.print(table, *verdict_lines(record), sep="\n")
+    try:
+        if out is not None:
+            out.write_text(text + "\n")
+        if picture is not None:
+            draw(record, picture)
+    except OSError as error:
+        typer.echo(f"error: cannot write {error.filename or out} ({error.strerror})", err=True)
+        raise typer.Exit(1) from None
 
 
 def _place(device: Device, ranks: int | None) -> tuple[str, int]:

@@ -16,7 +16,8 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -73,10 +74,12 @@ def run_demo(
 
     Raises:
         torch.multiprocessing.spawn.ProcessException: if a rank raises or dies.
+        SystemExit: after SIGTERM or SIGHUP.
     """
     messages = multiprocessing.get_context("spawn").SimpleQueue()
     runs: dict[str, dict[int, RankRecord]] = {run: {} for run in RUNS}
-    with tempfile.TemporaryDirectory(prefix="shardstep-demo-") as folder:
+    prefix = "shardstep-demo-"
+    with _stop_signals() as received, tempfile.TemporaryDirectory(prefix=prefix) as folder:
         # A rank that is still importing torch would answer Ctrl-C with a traceback.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         spawned = spawn(  # type: ignore[no-untyped-call]
@@ -85,7 +88,7 @@ def run_demo(
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             ended = False
-            while not ended:
+            while not (ended or received):
                 ended = spawned.join(timeout=0.05)
                 while not messages.empty():
                     message = messages.get()
@@ -101,6 +104,23 @@ def run_demo(
         num_parameters = sum(p.numel() for p in GPT(config.model).parameters())
     by_rank = {run: [ranks[rank] for rank in range(config.ranks)] for run, ranks in runs.items()}
     return DemoRecord(config, num_parameters, torch.__version__, by_rank)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGHUP, and exit after the block: ranks are not left half spawned."""
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        sys.exit(128 + received[0])
 
 
 def rounds(num_steps: int) -> list[range]:

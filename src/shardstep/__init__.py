@@ -1,6 +1,6 @@
 """ZeRO for any PyTorch optimizer: DDP's numbers and speed with 1/N of its optimizer state."""
 
-from shardstep import checkpoint
+from shardstep import checkpoint, elastic
 from shardstep.comm import BatchSkippedError
 from shardstep.modes.ddp_hooks import (
     hook_with_zero_step,
@@ -15,6 +15,7 @@ __all__ = [
     "MixedPrecision",
     "ZeroRedundancyOptimizer",
     "checkpoint",
+    "elastic",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "register",

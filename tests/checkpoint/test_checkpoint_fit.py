@@ -34,13 +34,13 @@ load_module = importlib.import_module("shardstep.checkpoint.load")  # the packag
 
 @contextlib.contextmanager
 def warned(*patterns: str) -> Iterator[None]:
-    """Exactly these warnings are given: of a partial load on rank 0, the others on all ranks."""
+    """Exactly these warnings are given: of partial loads on rank 0, the others on all ranks."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
     said = [str(each.message) for each in caught if each.category is UserWarning]
     first = not dist.is_initialized() or dist.get_rank() == 0
-    expected = [each for each in patterns if first or "in part" not in each]
+    expected = [each for each in patterns if first or not re.search("in part|no model", each)]
     assert len(said) == len(expected), said
     for pattern, message in zip(expected, said, strict=True):
         assert pattern in message, (pattern, message)
@@ -161,6 +161,8 @@ def other_optimizers(parent: Path) -> None:
         warnings.simplefilter("error")
         fresh = stepped(other := Small(), cls=optim.AdamW, steps=0)
         ckpt.load(parent / "adam", fresh, strict=False)
+    with warned("no model was given, so its weights were not loaded"):
+        ckpt.load(parent / "adam", stepped(Small()))
     assert difference(whole(opt, net), whole(fresh, other)) is None
     more, wide, narrow, spread = Small(), Small(), Small(), Small()
     more.extra, wide.w = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(40, 4))
@@ -386,6 +388,9 @@ def test_arguments_of_another_kind_are_named(tmp_path: Path) -> None:
             given(tmp_path / "before", opt, state)
     with pytest.raises(TypeError, match=r"path is None: latest\(\)"):
         ckpt.load(nowhere, opt, model)
+    for value, named in ((plain, r"a SGD, .*; pass its state_dict\(\)"), (object(), "an object,")):
+        with pytest.raises(TypeError, match=f"kept' is {named}"):
+            ckpt.save(path, opt, model, {"kept": value})
     assert not path.exists()
 
 

@@ -306,6 +306,19 @@ def test_what_is_left_out_of_an_import_is_said(path: Path, tmp_path: Path) -> No
     assert ckpt.load(tmp_path / "made").extra == {"epoch": 3}
 
 
+def test_an_optimizer_is_recognised_under_any_key_if_it_is_the_only_one(
+    path: Path, tmp_path: Path
+) -> None:
+    state, model, file = ckpt.state_dict(path), ckpt.weights(path), tmp_path / "file.pt"
+    torch.save({"model": model, "opt": state, "epoch": 3}, file)
+    said = succeeds("import", file, tmp_path / "one")
+    assert said.strip() == f"wrote {tmp_path / 'one'}: model, optimizer, extra ('epoch')"
+    assert difference(ckpt.state_dict(tmp_path / "one")["state"], state["state"]) is None
+    torch.save({"model": model, "opt_g": state, "opt_d": state}, file)
+    said = succeeds("import", file, tmp_path / "two")
+    assert said.strip() == f"wrote {tmp_path / 'two'}: model, extra ('opt_g', 'opt_d')"
+
+
 def test_stages_are_bars_in_a_terminal() -> None:
     text = io.StringIO()
     with byte_progress(Console(file=text, force_terminal=True, width=100), "reading") as stages:

@@ -110,6 +110,30 @@ def test_ctrl_c_is_clean_while_ranks_start(after_s: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("after_s", [0.0, 3.0])
+def test_a_demo_that_is_terminated_leaves_no_ranks_and_no_files(
+    number: signal.Signals, after_s: float, tmp_path: Path
+) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*MAIN, "demo"], stderr=pipe, text=True, env=environment) as child:
+        try:
+            while not (ranks := list_ranks(child.pid)):
+                time.sleep(0.01)
+            time.sleep(after_s)
+            child.send_signal(number)
+            err = child.communicate(timeout=60)[1]
+        finally:
+            child.kill()
+    assert child.returncode == 128 + number
+    assert "leaked" not in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.glob("shardstep-*"))
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["reshard --ranks 4", "export", "export --to safetensors"])
 def test_ctrl_c_leaves_nothing_of_a_checkpoint_that_is_being_written(
     command: str, tmp_path: Path
@@ -142,7 +166,9 @@ def list_ranks(parent: int) -> list[str]:
         ("--out no/out.json", "cannot write no/out.json"),
         ("--out out.json --picture no/out.png", "cannot write no/out.png"),
         ("--out out.json --picture out.svg", "ends with .png"),
+        ("--out .", "expected a file, but . is a folder"),
         ("--hosts 0", "--hosts must be positive"),
+        ("--hosts 251", "--hosts must be at most 250"),
     ],
 )
 def test_the_benchmark_explains_a_bad_option_before_it_starts(
@@ -182,7 +208,17 @@ def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
         os.close(writing)
         assert done.returncode != 0
         assert not re.search("error|Traceback|Errno", done.stderr)
-    assert (tmp_path / "local-2-none.json").is_file()  # published results stay as they are
+    made = json.loads((tmp_path / "local-2-none.json").read_text())  # published ones stay
+    assert "--out" not in made["command"]
+
+
+@pytest.mark.parametrize("options", ["", "--json"])
+def test_stdout_on_a_full_disk_is_one_line(options: str) -> None:
+    with open("/dev/full", "w") as full:
+        plumbing = {"capture_output": False, "stdout": full, "stderr": subprocess.PIPE}
+        done = run(*f"plan --model gpt2-124m --ranks 2 {options}".split(), **plumbing)
+    assert done.returncode == 1
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.slow
@@ -207,3 +243,13 @@ def test_the_benchmark_runs_on_local_ranks(tmp_path: Path) -> None:
     assert result["command"].endswith("--out out.json")
     assert result["contestants"]["zero2"]["loss_distance_to_ddp"] == 0
     assert (tmp_path / "out.png").exists()
+
+
+@pytest.mark.slow
+def test_a_full_disk_does_not_cost_the_table_of_the_benchmark(tmp_path: Path) -> None:
+    options = "bench --local --hosts 1 --rounds 1 --steps 1 --contestants ddp --seq-len 8"
+    done = run(*options.split(), "--out", "/dev/full", "--picture", "out.png", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ddp" in done.stdout
+    assert done.stderr.endswith("error: cannot write /dev/full (No space left on device)\n")
+    assert "Traceback" not in done.stderr

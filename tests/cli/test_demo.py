@@ -302,6 +302,14 @@ def test_the_demo_has_one_rank_per_gpu_or_two_on_the_cpu(
         assert (result.exit_code, given) == (0, [placed]), result.output
 
 
+def test_a_full_disk_does_not_cost_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("demo.command.run_demo", lambda *_, **__: demo_record())
+    result = CliRunner().invoke(app, ["demo", "--device", "cpu", "--out", "/dev/full"])
+    assert result.exit_code == 1
+    assert MODULE in result.stdout
+    assert result.stderr == "error: cannot write /dev/full (No space left on device)\n"
+
+
 def test_a_rank_takes_its_gpu_after_it_has_asked_for_the_same_bits_every_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

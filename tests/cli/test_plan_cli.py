@@ -129,6 +129,12 @@ def test_the_table_compares_methods_and_the_picture_is_drawn(tmp_path: Path) -> 
     assert picture.stat().st_size > 10_000
 
 
+def test_two_classes_are_suggested_only_for_a_model_that_takes_them() -> None:
+    result = run("--model", "resnet50", "--optimizer", "Muon")
+    assert result.exit_code == 1
+    assert "Muon+AdamW" not in result.stderr
+
+
 def test_a_large_model_is_planned_in_five_seconds_and_long_times_are_in_seconds() -> None:
     start = time.process_time()
     result = run("--model", "llama3-70b", "--ranks", "16,64,512,4096")
@@ -154,13 +160,16 @@ def medium() -> nn.Module:
         (("--model", "gpt5"), "unknown model 'gpt5'"),
         (("--model", "gpt2-124m", "--ranks", "0"), "numbers from 1 to 16,384"),
         (("--model", "gpt2-124m", "--link", "fast"), "such as 100gbit"),
-        (("--model", "gpt2-124m", "--optimizer", "Adan"), "torch.optim has no such class"),
+        (("--model", "gpt2-124m", "--memory", "80"), "with its unit, such as 80GB, not '80'"),
+        (("--model", "gpt2-124m", "--optimizer", "Lion"), "no such class. Name any other class"),
+        (("--model", "gpt2-124m", "--optimizer", "Adamw"), "no such class. Did you mean AdamW?"),
         (
             ("--model", "resnet50", "--optimizer", "torch.nn.Linear"),
             "expected a torch.optim.Optimizer, got <class 'torch.nn",
         ),
         (("--model", "gpt2-124m", "--optimizer", "Muon"), "try --optimizer Muon+AdamW"),
         (("--model", "resnet50", "--option", "lr=abc"), "--optimizer AdamW --option lr=abc: "),
+        (("--model", "resnet50", "--option", "lr=abc"), "; read as text: lr"),
         (
             ("--model", "resnet50", "--optimizer", "Muon+AdamW"),
             "no matrix in a numbered block",

@@ -77,7 +77,8 @@ def load(
         optimizer: the optimizer to load into, over the same parameters or some of them.
         model: the model to load into, plain or inside DDP or torch.compile.
         strict: whether everything here must be in the checkpoint, and the other way round. If
-            False, what was found is loaded, and the result and a warning name the rest.
+            False, what was found is loaded, and the result and a warning name the rest. If True,
+            and the optimizer is given without the checkpoint's model, rank 0 warns.
         names: for parameters with other names in the checkpoint: from the name here to the name
             there.
         verify: whether every file that is read is compared with its digest first.
@@ -343,10 +344,17 @@ def _physical(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _warn(match: Match) -> None:
-    """Warn of a partial load, on rank 0, and of parameters that start without state."""
+    """Warn of a partial load and of a missing model, on rank 0, and of missing state."""
     if match.comm.group_rank == 0 and (match.missing or match.unexpected):
         warnings.warn(
             f"{match.checkpoint.path} was loaded in part: {match.differences()}", stacklevel=3
+        )
+    forgotten = match.optimizer is not None and match.model is None and match.strict
+    if match.comm.group_rank == 0 and forgotten and match.checkpoint.contents.model is not None:
+        warnings.warn(
+            f"{match.checkpoint.path} has a model, but no model was given, so its weights were not "
+            "loaded: pass model=, or strict=False to load the optimizer alone",
+            stacklevel=3,
         )
     if match.optimizer is not None:
         shards, found = match.optimizer.shards, match.found

@@ -219,7 +219,11 @@ def import_(
             optimizer_class=optimizer_class,
             stages=stages,
         )
-    _say(as_json, f"wrote {printable(made)}", path=str(made))
+        info = ckpt.summary(made)
+    parts = [part for part in ("model", "optimizer", "extra") if info[part] is not None]
+    if "extra" in parts and isinstance(info["extra"]["value"], Mapping):
+        parts[-1] += f" ({shorten_list(info['extra']['value'])})"
+    _say(as_json, f"wrote {printable(made)}: {', '.join(parts)}", path=str(made))
 
 
 # ------------------------------------------------------------------------------------ tables

@@ -44,13 +44,13 @@ class App(typer.Typer):
         return super().command(name, cls=Command, **options)
 
 
-_BYTES = re.compile(r"([\d.]+)\s*(?:([KMGT])(I?))?B?")
+_BYTES = re.compile(r"([\d.]+)\s*(?:([KMGT])(I?)B?|B)")
 _BITS = re.compile(r"([\d.]+)\s*([KMGT])?BITS?(?:/S)?")
 
 
 def parse_nbytes(text: str) -> int:
     """Return the number of bytes that a text such as `5GB`, `500MB` or `2 GiB` means."""
-    return _parse(_BYTES, text, "a number of bytes, such as 5GB")
+    return _parse(_BYTES, text, "a number of bytes with its unit, such as 80GB")
 
 
 def parse_rate(text: str) -> int:

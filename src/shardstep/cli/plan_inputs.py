@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -95,7 +96,7 @@ def make_job(
         replace(
             spec,
             dtype=(_is_real(spec) and _DTYPES.get(precision, torch.bfloat16)) or spec.dtype,
-            group=int(len(classes) > 1 and not (len(spec.shape) == 2 and block_of(spec.name))),
+            group=int(len(classes) > 1 and not _is_block_matrix(spec)),
         )
         for spec in specs
     ]
@@ -128,7 +129,10 @@ def make_job(
             sizes.append(state_size(spec.group, whole, dtype) if spec.trainable else StateSize())
     except Exception as error:  # of the class
         given = " ".join([f"--optimizer {optimizer}", *(f"--option {each}" for each in options)])
-        remedy = "; try --optimizer Muon+AdamW" if optimizer == "Muon" else ""
+        text = [key for key, value in defaults.items() if isinstance(value, str)]
+        remedy = f"; read as text: {', '.join(text)}" if text else ""
+        if optimizer == "Muon" and any(map(_is_block_matrix, specs)):
+            remedy += "; try --optimizer Muon+AdamW"
         raise ValueError(f"{given}: {error}{remedy}") from error
     bucket_bytes = bucket_bytes or default_bucket_bytes(specs, MIN_BUCKET_BYTES[backend])
     return Job(specs, policy, sizes, bucket_bytes), layouts.explain(groups)
@@ -138,15 +142,22 @@ def _is_real(spec: ParamSpec) -> bool:
     return spec.dtype.is_floating_point and spec.dtype.itemsize > 1
 
 
+def _is_block_matrix(spec: ParamSpec) -> bool:
+    return len(spec.shape) == 2 and bool(block_of(spec.name))
+
+
 def _optimizer_class(name: str) -> Any:
     named = "." in name or ":" in name
     found = _import(name, "--optimizer") if named else getattr(torch.optim, name, None)
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
         return found
     if not named:
+        known = {each.lower(): each for each in vars(torch.optim) if each[0].isupper()}
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75)
+        meant = f"Did you mean {known[near[0]]}? " if near else ""
         raise ValueError(
-            f"--optimizer {name}: torch.optim has no such class; name any other class with its "
-            "module, such as package.module.Class"
+            f"--optimizer {name}: torch.optim has no such class. {meant}Name any other class with "
+            "its module, such as package.module.Class"
         )
     if isinstance(found, type) or not callable(found):
         raise ValueError(f"--optimizer {name}: expected a torch.optim.Optimizer, got {found!r}")

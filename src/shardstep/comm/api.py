@@ -62,7 +62,10 @@ ALONE = (
     "look for a batch, a forward or backward pass, a step or another call that only some ranks make"
 )
 LATE = f"a rank stopped, or made another call: {ALONE}"
-GONE = "a peer has ended or failed: its own error says why"
+GONE = (
+    "a peer has ended or failed: its own error says why; if it has none, it was killed, or it had "
+    "fewer batches: see Join"
+)
 
 Finish = Callable[[], object]
 """The rest of an operation, to be done once its works are complete."""

@@ -117,7 +117,11 @@ def encode(value: Any, path: str = "", depth: int = 0) -> tuple[Node, list[torch
         return ["size", list(value)], []
     if not isinstance(value, Mapping) and type(value) not in (list, tuple, deque):
         kind = type(value).__name__
-        raise TypeError(f"state {path!r} is a {kind}, which cannot be sent or saved")
+        article = "an" if kind[0] in "aeiouAEIOU" else "a"
+        remedy = "; pass its state_dict()" if hasattr(value, "state_dict") else ""
+        raise TypeError(
+            f"state {path!r} is {article} {kind}, which cannot be sent or saved{remedy}"
+        )
     items, tensors = [], []
     for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
         if not isinstance(key, (str, int, float)):

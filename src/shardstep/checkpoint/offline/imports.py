@@ -120,7 +120,8 @@ def import_file(
               with several files and their index.
         path: the folder to make; it must not exist.
         model_key: the key of the model's state dict in the file, if it is not a usual one.
-        optimizer_key: the key of the optimizer's state dict, if it is not a usual one.
+        optimizer_key: the key of the optimizer's state dict. Without it, a usual key counts, or
+            the only value with `state` and `param_groups`.
         names, optimizer_class, stages: as for `import_state_dict`.
 
     Returns:
@@ -189,7 +190,7 @@ def _find_parts(
     for key in (model_key, optimizer_key):
         if key is not None and key not in value:
             raise CheckpointError(f"{file}: has no {key!r}; it has {keys}")
-    if model_key is None and optimizer_key is None and {"state", "param_groups"} <= value.keys():
+    if model_key is None and optimizer_key is None and _is_optimizer(value):
         return value, None, {}
     model_key = model_key or next((key for key in MODEL_KEYS if key in value), None)
     optimizer_key = optimizer_key or next((key for key in OPTIMIZER_KEYS if key in value), None)
@@ -199,6 +200,9 @@ def _find_parts(
         raise CheckpointError(
             f"{file}: neither a model nor an optimizer was found; name their keys, out of {keys}"
         )
+    if optimizer_key is None:
+        found = [key for key, each in value.items() if key != model_key and _is_optimizer(each)]
+        optimizer_key = found[0] if len(found) == 1 else None
     model = None if model_key is None else value[model_key]
     optimizer = None if optimizer_key is None else value[optimizer_key]
     if isinstance(optimizer, list) and len(optimizer) == 1:
@@ -216,6 +220,10 @@ def _find_parts(
             warnings.warn(f"{file}: {key!r} is left out: {error}", stacklevel=2)
             del rest[key]
     return optimizer, model, rest
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
 
 
 # ------------------------------------------------------------------------------ safetensors
