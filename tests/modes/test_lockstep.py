@@ -110,6 +110,23 @@ def test_other_options_and_a_load_on_one_rank_are_named_on_every_rank() -> None:
     each_raises_on_every_rank(2, cases)
 
 
+class _Number(float):
+    """As NumPy's are."""
+
+    def __repr__(self) -> str:
+        return f"np.float64({super().__repr__()})"
+
+
+@on_ranks(2)
+def test_numbers_of_different_types_are_equal_options() -> None:
+    for mode in ALL:
+        setup = sharded(mode, MLP_PROBLEM.fresh(), SGD)
+        setup.opt.param_groups[0]["lr"] = _Number(0.05) if rank() else 0.05
+        setup.opt.param_groups[0]["weight_decay"] = 1.0 if rank() else 1
+        setup.backward(0)
+        setup.finish()
+
+
 def _differ_in_one_step(mode: str) -> None:
     """Train as on an accelerator, where notes are compared in the next step."""
     setup = sharded(mode, MLP_PROBLEM.fresh(), SGD)
