@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -189,9 +190,8 @@ def test_state_from_when_a_parameter_was_frozen_is_as_wide_as_that_of_others(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
 def test_a_parameter_cast_to_16_bits_keeps_its_wide_state(layout: str) -> None:
-    """Trained in fp32, cast to fp16 while it is frozen or while it is not, and trained on."""
-    found = []
-    for freeze in (False, True):
+    """Trained in fp32, cast to fp16 while it is frozen or not, perhaps loaded, and trained on."""
+    for freeze, load in itertools.product((False, True), repeat=2):
         params = make_params([(70, 3), (5,)], dtypes=(FP32,), frozen=())
         opt = ZeroRedundancyOptimizer(
             params, optim.Adagrad, precision=MASTERS, layout=layout, initial_accumulator_value=0.1
@@ -201,11 +201,14 @@ def test_a_parameter_cast_to_16_bits_keeps_its_wide_state(layout: str) -> None:
             opt.step()
         expected = [opt.full_state(param)["sum"] for param in params]
         opt.zero_grad()
+        opt.consolidate_state_dict(to="all")
+        saved = opt.state_dict()
         params[0].requires_grad_(not freeze)
         for param in params:
             param.data = param.data.half()
+        if load:
+            opt.load_state_dict(saved)
         opt.step()
         params[0].requires_grad_(True)
         opt.step()
-        found.append(difference(expected, [opt.full_state(param)["sum"] for param in params]))
-    assert found == [None, None]
+        assert difference(expected, [opt.full_state(param)["sum"] for param in params]) is None

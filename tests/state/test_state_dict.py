@@ -425,3 +425,20 @@ def test_a_look_at_state_that_is_not_there_does_no_harm() -> None:
     found = consolidated(opt)["state"]
     assert not found.get(0)
     assert found[1]["step"] == 1
+
+
+@on_ranks(2)
+def test_names_in_a_loaded_dict_are_not_cut_to_the_share_of_a_rank() -> None:
+    module = MLP_PROBLEM.fresh()
+    saved = optim.AdamW(module.named_parameters()).state_dict()
+    for named in (False, True):
+        params = module.named_parameters() if named else module.parameters()
+        opt = ZeroRedundancyOptimizer(list(params), optim.AdamW, bucket_bytes=1)
+        opt.load_state_dict(saved)
+        opt.consolidate_state_dict(to="all")
+        found = opt.state_dict()["param_groups"][0].get("param_names")
+        assert found == (saved["param_groups"][0]["param_names"] if named else None)
+        opt.load_state_dict(opt.state_dict())
+        next(module.parameters()).requires_grad_(False)
+        opt.step()
+        next(module.parameters()).requires_grad_(True)

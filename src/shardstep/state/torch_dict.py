@@ -75,16 +75,22 @@ class Share:
         states = {numbers[index]: value for index, value in self.states.items()}
         state = {**self.global_state, **states}
         local_groups = []
-        for group in self.groups:
-            kept = [position for position, index in enumerate(group["params"]) if index in numbers]
-            share = {**group, "params": [numbers[group["params"][position]] for position in kept]}
-            if "param_names" in group:
-                share["param_names"] = [group["param_names"][position] for position in kept]
+        for group, local in zip(self.groups, shards.optim.param_groups, strict=True):
+            share = {**group, "params": [numbers[i] for i in group["params"] if i in numbers]}
+            if "param_names" in local:
+                share["param_names"] = local["param_names"]
+            else:
+                share.pop("param_names", None)  # of the saved optimizer, which had names
             local_groups.append(share)
         shards.optim.load_state_dict({**self.extra, "state": state, "param_groups": local_groups})
-        specs = shards.plan.specs
-        narrow = [None if index in self.wide else specs[index].dtype for index in numbers]
-        _undo_casts(shards.optim, state, narrow)
+        dtypes = {index: shards.plan.specs[index].dtype for index in numbers}
+        narrow = [None if index in self.wide else dtype for index, dtype in dtypes.items()]
+        planned = {**dtypes, **shards.pipeline.params.step_dtypes}
+        cast_since = [
+            tensor.dtype not in (planned[index], shards.precision.step_dtype(tensor.dtype))
+            for index, tensor in zip(numbers, _tensors(shards.optim), strict=True)
+        ]
+        _undo_casts(shards.optim, state, narrow, cast_since)
 
     def finish(self, shards: ShardView) -> None:
         """Set everything that `install` does not: masters, counts, and the exposed options."""
@@ -163,29 +169,36 @@ def slice_state(value: Any, held: Interval, spec: ParamSpec) -> Any:
     return tree_map(part, value)
 
 
+def _tensors(local: Optimizer) -> list[torch.Tensor]:
+    return [tensor for group in local.param_groups for tensor in group["params"]]
+
+
 def _undo_casts(
-    local: Optimizer, saved: Mapping[Any, Any], dtypes: Sequence[torch.dtype | None]
+    local: Optimizer,
+    saved: Mapping[Any, Any],
+    dtypes: Sequence[torch.dtype | None],
+    cast_since: Sequence[bool],
 ) -> None:
     """Restore the dtypes of state that `Optimizer.load_state_dict` casts to the parameter's.
 
     The moments of torch's own classes have the parameter's dtype anyway; only `SCALARS` do not.
     Other classes may keep fp32 or quantised state for 16-bit parameters: the cast would ruin it.
+    So it would for `cast_since`: parameters that have been cast and get a master in the next step.
     """
     part_of = {p: part for part in parts_of(local) for g in part.param_groups for p in g["params"]}
-    params = [param for group in local.param_groups for param in group["params"]]
-    for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
+    for number, (param, dtype) in enumerate(zip(_tensors(local), dtypes, strict=True)):
         kind = type(part_of[param])
         if number not in saved or kind.load_state_dict is not Optimizer.load_state_dict:
             continue
         state = local.state[param]
-        if kind.__module__.startswith("torch.optim"):
+        if kind.__module__.startswith("torch.optim") and not cast_since[number]:
             for key in SCALARS:
                 if isinstance(saved[number].get(key), torch.Tensor):
                     state[key] = saved[number][key].to(state[key].device)
         else:
             # State in the dtype of a 16-bit parameter follows it to its new master. With a saved
             # master, 16-bit state is the choice of the class.
-            cast = dtype if param.dtype != dtype else None
+            cast = None if cast_since[number] or param.dtype == dtype else dtype
             local.state[param] = _recast(state, saved[number], cast)
 
 
