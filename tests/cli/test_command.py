@@ -116,8 +116,10 @@ def test_a_demo_that_is_terminated_leaves_no_ranks_and_no_files(
     number: signal.Signals, after_s: float, tmp_path: Path
 ) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    pipe = subprocess.PIPE
-    with subprocess.Popen([*MAIN, "demo"], stderr=pipe, text=True, env=environment) as child:
+    # These tests may themselves run under nohup, which ignores SIGHUP.
+    heeding = f"import signal; signal.signal({number:d}, signal.SIG_DFL); {MAIN[-1]}"
+    command = [sys.executable, "-c", heeding, "demo"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as child:
         try:
             while not (ranks := list_ranks(child.pid)):
                 time.sleep(0.01)
