@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import SGD, ConvNet, noise, with_zero
 from on_ranks import on_ranks
-from problems import assert_same, copies
+from problems import assert_same, copies, differing
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -204,6 +204,19 @@ def test_a_rank_may_export_the_model_between_steps(record: Any) -> None:
         results.append(copies([*module.parameters(), *module.buffers()]))
         opt.detach()
     assert_same(results[0], results[1], record)
+
+
+@on_ranks(1)
+def test_a_model_is_compiled_without_graph_breaks_by_its_method() -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    opt = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, module=module)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="UncopiedHook"):
+        torch.compile(module, backend="eager", fullgraph=True)(torch.ones(2, 4))
+    before = copies(module.parameters())
+    module.compile(backend="eager", fullgraph=True)
+    module(torch.ones(2, 4)).sum().backward()
+    opt.step()
+    assert differing(before, copies(module.parameters())) == [0, 1]
 
 
 @on_ranks(1)

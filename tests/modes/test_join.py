@@ -9,6 +9,7 @@ import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from uneven import joined
 
 from shardstep import ZeroRedundancyOptimizer
+from shardstep.gradients import lockstep
 
 OPTIONS = {"lr": 0.05, "momentum": 0.9}
 COMBINATIONS = list(itertools.product(LAYOUTS, (False, True)))
@@ -195,11 +197,13 @@ def _different_acts() -> None:
         zero.opt.step()
 
 
-def _differ_after_a_rank_has_joined(edit: bool, clip: bool) -> None:
+def _differ_after_a_rank_has_joined(edit: bool, clip: bool, late: bool) -> None:
+    """With `late`, as on an accelerator, where notes are compared in the next step."""
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     group = zero.opt.param_groups[0]
-    with Join([zero.opt]):
-        for step in range(4 if rank() else 2):
+    waited_for = () if late else lockstep.WAITED_FOR
+    with mock.patch.object(lockstep, "WAITED_FOR", waited_for), Join([zero.opt]):
+        for step in range(5 if rank() else 2):
             if step == 3 and rank() == 1:
                 group["params"].pop() if edit else group.update(lr=0.1)
             zero.backward(step)
@@ -210,11 +214,13 @@ def _differ_after_a_rank_has_joined(edit: bool, clip: bool) -> None:
 
 @pytest.mark.parametrize("clip", [False, True])
 def test_a_difference_is_named_on_ranks_without_data_too(clip: bool) -> None:
+    differ = _differ_after_a_rank_has_joined
     each_raises_on_every_rank(
         3,
         [
-            (_differ_after_a_rank_has_joined, ValueError, "rank 1: .* no longer in it", True, clip),
-            (_differ_after_a_rank_has_joined, RuntimeError, "on rank 1 and .* 2", False, clip),
+            (differ, ValueError, "rank 1: .* no longer in it", True, clip, False),
+            (differ, RuntimeError, "on rank 1 and .* 2", False, clip, False),
+            (differ, RuntimeError, "rank 1 has arguments .* where rank 2", False, clip, True),
         ],
     )
 

@@ -249,6 +249,20 @@ def test_a_rank_without_any_gradient_takes_part_with_zeros() -> None:
 
 
 @on_ranks(2)
+def test_differentiating_through_the_model_counts_as_a_backward_pass() -> None:
+    """A rank that does only this takes part with zeros; the guide to faults says so."""
+    zero = with_zero(MLP_PROBLEM.fresh(), SGD)
+    oracle = with_plain(copy.deepcopy(zero.module), SGD)
+    x = noise(0, 6, 16).requires_grad_()
+    loss = zero.model(x).square().mean()
+    loss.backward() if rank() == 0 else torch.autograd.grad(loss, x)
+    (oracle.model(noise(0, 6, 16, of=0)).square().mean() / 2).backward()
+    for setup in (zero, oracle):
+        setup.finish()
+    assert_same(oracle.params, zero.params)
+
+
+@on_ranks(2)
 def test_a_step_without_any_gradient_may_follow_a_backward_pass_of_one_rank() -> None:
     zero = with_zero(MLP_PROBLEM.fresh(), SGD)
     if rank() == 0:  # where the input matters, as the rank that logs may ask

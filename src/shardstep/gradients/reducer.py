@@ -411,8 +411,8 @@ class GradReducer(ShardNorms):
     @override
     def announce(self, kind: str, arguments: Callable[[], list[Any]] = list) -> None:
         if self._join is not None and self._join.enabled and not self._join.shadowing:
+            self.used.compare()  # as joined ranks have, behind the last action
             # Clearing gradients is not announced; all ranks act on those that were not cleared.
-            self.used.compare()  # joined ranks have compared these notes already
             action = [kind, sorted(self._feeder.present().kept), arguments()]
             self._join.announce(self._comm, action)
 

@@ -269,7 +269,7 @@ class ModuleMode(Mode):
                     params[index].grad = None
 
         self.replan(FOLLOWING, make)
-        self._reducer.ran_backward = True  # collect() has compared who did
+        self._reducer.ran_backward = True  # if not, collect() has raised
         for index, grad in grads.items():
             if grad is not None:
                 self._feeder.put_aside(index, grad)
