@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,10 +19,10 @@ from models import MLP_PROBLEM, PROBLEMS, SGD, noise, rank, train, with_zero, wo
 from on_ranks import on_ranks
 from problems import LAYOUTS, assert_same, copies, differing, make_params, set_gradients
 from ranks import each_raises_on_every_rank, run_ranks
-from scenarios import ALL, MODULE, distance, sharded
+from scenarios import ALL, MODULE, distance, sharded, unsharded
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.join import Join, Joinable
-from uneven import joined
+from uneven import PLAIN_SGD, joined
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.gradients import lockstep
@@ -178,6 +179,46 @@ def _throwing(with_module: bool) -> None:
         joined(with_zero(MLP_PROBLEM.fresh(), SGD), 3 + rank(), throw_on_early_termination=True)
     else:
         _joined(_inputs(), throw_on_early_termination=True)
+
+
+@pytest.mark.parametrize("mode", ["drop-in", "module"])
+@on_ranks(2)
+def test_after_an_error_within_join_ranks_train_on(mode: str) -> None:
+    """As DDP does. With `module=`, the other ranks may wait for an announcement."""
+    expected, setup = (
+        make(MLP_PROBLEM.fresh(), SGD) for make in (unsharded, partial(sharded, mode))
+    )
+    for each in (expected, setup):
+        with pytest.raises(RuntimeError, match="exhausted"):
+            joined(each, 2 + 2 * rank(), throw_on_early_termination=True)
+        if mode == "module" and each is setup:
+            with pytest.raises(RuntimeError, match=r"enter Join\(\[\.\.\.\], enable=False\)"):
+                each.opt.recover()
+            with Join([each.opt], enable=False):
+                each.opt.recover()
+            each.opt.apply(lambda local: None)
+        each.opt.zero_grad()
+        train(each, MLP_PROBLEM, range(4, 6))
+    assert_same(expected.params, setup.params)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("inputs", [(3, 1), (1, 3)])
+@on_ranks(2)
+def test_a_rank_may_join_before_ddp_has_rebuilt_its_buckets(
+    inputs: tuple[int, int], view: bool
+) -> None:
+    """DDP does it in its own join hook then, before any hook of the optimizer."""
+    seen = []
+    for make in (unsharded, partial(sharded, "register")):
+        setup = make(MLP_PROBLEM.fresh(), PLAIN_SGD, gradient_as_bucket_view=view)
+        with Join([each for each in (setup.model, setup.opt) if isinstance(each, Joinable)]):
+            for step in range(inputs[rank()]):
+                setup.opt.zero_grad()
+                MLP_PROBLEM.loss(setup.model, step).backward()
+                setup.opt.step()
+        seen.append(setup.params)
+    assert_same(*seen)
 
 
 def _not_first() -> None:

@@ -13,6 +13,9 @@ from shardstep.comm.api import Comm, all_gather_json
 PARTS = ("action", "uncleared gradients", "arguments")
 """The parts of an announcement."""
 
+AFTER_AN_ERROR = "after an error within Join, enter Join([...], enable=False) on every rank first"
+"""Torch does not tell objects that an exception has ended the context."""
+
 
 class JoinContext:
     """The `Join` context that an optimizer takes part in, if any.

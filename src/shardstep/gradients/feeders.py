@@ -226,6 +226,11 @@ class DDPFeeder(Feeder):
         for index in self._hidden:
             self._params[index].grad = None
 
+    def drop_placeholders(self) -> None:
+        """Take them out for good, as if the gradients had been cleared."""
+        self.hide_placeholders()
+        self._hidden = []
+
     def show_placeholders(self) -> None:
         """Put hidden placeholders back, where no gradient has come since."""
         for index in self._hidden:

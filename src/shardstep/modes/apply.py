@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from shardstep.comm.consensus import run_on_all_ranks
+from shardstep.comm.join import AFTER_AN_ERROR
 from shardstep.modes.base import Mode
 from shardstep.params.dtensor import local_part
 from shardstep.params.flat import flat
@@ -26,7 +27,7 @@ def apply(mode: Mode, act: Callable[[], object]) -> None:
     if mode.join.enabled:
         raise RuntimeError(
             f"rank {mode.comm.group_rank}: apply(), train() and eval() cannot be called within "
-            "Join: joined ranks would not take part; call it before or after"
+            f"Join: joined ranks would not take part; call it before or after; {AFTER_AN_ERROR}"
         )
     mode.follow(stepping=True)
     pipeline, params = mode.pipeline, mode.pipeline.params

@@ -168,8 +168,10 @@ def _hide_placeholders_from_rebuild(ddp: DistributedDataParallel, inside: Inside
 
     def stop(module: torch.nn.Module, args: Any) -> None:
         if ddp._has_rebuilt_buckets:
+            inside.awaits_rebuild = False
             remove_hooks(handles)
 
+    inside.awaits_rebuild = True
     handles = [
         ddp.register_forward_pre_hook(UncopiedHook(inside.hide_placeholders)),
         ddp.module.register_forward_pre_hook(UncopiedHook(stop), prepend=True),

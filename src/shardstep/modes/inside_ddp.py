@@ -38,6 +38,7 @@ class InsideDDP(Mode):
     Attributes:
         feeder: takes the gradients in DDP's buckets, if they are reduced here.
         stepper: steps one bucket at a time, if the hook does.
+        awaits_rebuild: whether DDP has yet to rebuild its buckets, and copies `param.grad` then.
     """
 
     title = "inside DDP's backward"
@@ -48,6 +49,7 @@ class InsideDDP(Mode):
         self._module: torch.nn.Module | None = None
         self._strides: list[tuple[int, ...]] = []
         self.feeder = DDPFeeder()
+        self.awaits_rebuild = False
         self._stepped_in_backward = False
         self._detached = False
         # Whether the ranks that have data are taking a step; known on a joined rank.
@@ -156,6 +158,9 @@ class InsideDDP(Mode):
         super().step()
         if self.reduces_gradients:
             self.local.let_go_of_gradients()
+            if self.awaits_rebuild and self.join.enabled and not self.join.shadowing:
+                # If this rank joins next, DDP rebuilds its buckets before any hook of ours runs.
+                self.feeder.drop_placeholders()
 
     @override
     def before_step(self) -> None:

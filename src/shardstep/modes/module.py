@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from shardstep.comm import Comm, Operation, all_gather_json, broadcast
-from shardstep.comm.join import JoinContext
+from shardstep.comm.join import AFTER_AN_ERROR, JoinContext
 from shardstep.gather import OverlappedGather, ParamGather
 from shardstep.gradients import AutogradFeeder, GradientSource, GradReducer
 from shardstep.gradients.feeders import refuse_watched
@@ -190,7 +190,7 @@ class ModuleMode(Mode):
         if self.join.enabled:
             raise RuntimeError(
                 f"rank {self.comm.group_rank}: recover() cannot be called within Join: joined "
-                "ranks would not take part"
+                f"ranks would not take part; {AFTER_AN_ERROR}"
             )
         headers = self.comm.headers
         in_one_order = headers is not None and not headers.of_every_call
