@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from shardstep.comm import Comm, all_gather_json, naming
@@ -400,10 +401,22 @@ class BucketStepper:
 
 
 def _step_counters(optim: Optimizer) -> list[str]:
-    """Return all values outside the state of tensors in which an optimizer may count steps."""
+    """Return all values outside the state of tensors in which an optimizer may count steps.
+
+    Of a tensor on an accelerator it is the number of writes, except those through `.data`: the host
+    would have to wait for its values.
+    """
+
+    def noted(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        here = value.device.type == "cpu" or value.is_inference()
+        return value.tolist() if here else (id(value), value._version)
+
     numbers = [
         {key: v for key, v in vars(part).items() if type(v) in (int, float)}
         for part in parts_of(optim)
     ]
     loose = {key: v for key, v in optim.state.items() if not isinstance(key, torch.Tensor)}
-    return [*describe_options(optim.param_groups), repr(numbers), repr(loose)]
+    values = tree_map(noted, [numbers, loose])
+    return [*describe_options(optim.param_groups, noted), repr(values)]

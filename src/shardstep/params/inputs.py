@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import functools
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from types import GeneratorType
 from typing import Any
@@ -223,21 +223,26 @@ def check_optimizer(made: Any, num_groups: int) -> None:
         )
 
 
-def describe_options(groups: Groups) -> list[str]:
-    """Return one line for each option of each group, as far as ranks can compare them."""
+def describe_options(
+    groups: Groups, noted: Callable[[torch.Tensor], Any] = torch.Tensor.tolist
+) -> list[str]:
+    """Return one line for each option of each group, as far as ranks can compare them.
+
+    Of a small tensor it has what `noted` returns. For its values the host waits for the device.
+    """
     return [
-        f"{key}={_plain(value)} in group {number}"
+        f"{key}={_plain(value, noted)} in group {number}"
         for number, group in enumerate(groups)
         for key, value in sorted(group.items())
         if key not in ("params", "param_names")
     ]
 
 
-def _plain(value: Any) -> str:
+def _plain(value: Any, noted: Callable[[torch.Tensor], Any]) -> str:
     if isinstance(value, torch.Tensor):
-        return repr(value.tolist()) if value.numel() <= 8 else f"tensor{tuple(value.shape)}"
+        return repr(noted(value)) if value.numel() <= 8 else f"tensor{tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_plain, value))})"
+        return f"({', '.join(_plain(each, noted) for each in value)})"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     # Objects print their address, which differs between ranks that agree.
