@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
@@ -136,6 +137,28 @@ def _other_shape(rows: int, with_module: bool) -> None:
 def test_data_of_a_shape_that_state_does_not_fit_is_refused_everywhere() -> None:
     match = r"'.*' was given data of shape \(80, 16\) in place of \(64, 16\)"
     cases = [(_other_shape, RuntimeError, match, 80, module) for module in (False, True)]
+    each_raises_on_every_rank(2, cases)
+
+
+def _other_length(rows: int, with_module: bool) -> None:
+    """The same memory and strides: a table that has room for more rows."""
+    table = torch.ones(12, 4)
+    module = nn.Embedding(10, 4)
+    module.weight.data = table[:10]
+    tie = {"module": module} if with_module else {}
+    opt = ZeroRedundancyOptimizer(module.parameters(), optim.SGD, lr=0.1, momentum=0.9, **tie)
+    for _ in range(2):
+        module(torch.arange(4)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        module.weight.data = module.weight.data.as_strided((rows, 4), (4, 1))
+
+
+@pytest.mark.parametrize("rows", [6, 12])
+def test_a_table_that_grows_or_shrinks_in_place_is_refused_everywhere(rows: int) -> None:
+    match = rf"'.*' was given data of shape \({rows}, 4\) in place of \(10, 4\)"
+    modes = (False, True) if rows < 10 else (False,)  # `module=` moves the parameter elsewhere
+    cases = [(_other_length, RuntimeError, match, rows, module) for module in modes]
     each_raises_on_every_rank(2, cases)
 
 

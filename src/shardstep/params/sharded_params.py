@@ -89,7 +89,7 @@ class ParamStorage(ABC):
         self._params = params
         self._group_rank = group_rank
         self._has_dtensors = any(map(is_dtensor, params))
-        self._attached: tuple[list[int], list[tuple[int, ...]]] = ([], [])
+        self._attached: tuple[list[Any], ...] = ()
 
     def flat(self, param: int) -> torch.Tensor:
         """Return a parameter's elements in memory order. Autograd does not see writes to it."""
@@ -99,16 +99,17 @@ class ParamStorage(ABC):
     def attach(self) -> None:
         """Take the parameters in. May replace `param.data`, never the parameter itself."""
         self._allocate()
-        self._attached = self._addresses()
+        self._attached = self._places()
 
     def intact(self) -> bool:
         """Return True if every parameter still has the memory that `attach` left it."""
-        return self._attached == self._addresses()
+        return self._attached == self._places()
 
-    def _addresses(self) -> tuple[list[int], list[tuple[int, ...]]]:
+    def _places(self) -> tuple[list[Any], ...]:
         # Asked several times a step: parameters are unwrapped only if there are DTensors.
         parts = [*map(local_part, self._params)] if self._has_dtensors else self._params
-        return [part.data_ptr() for part in parts], [part.stride() for part in parts]
+        place = (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.numel)
+        return tuple([*map(of, parts)] for of in place)
 
     @abstractmethod
     def _allocate(self) -> None:
@@ -318,10 +319,10 @@ class Shard:
 
         Return True if `p` was a parameter, which has moved now.
         """
+        if [*map(torch.Tensor.data_ptr, self._tensors.values())] == self._addresses:
+            return False
         before = zip(self._tensors.items(), self._addresses, strict=True)
         moved = [(n, each, address) for (n, each), address in before if each.data_ptr() != address]
-        if not moved:
-            return False
         for _, tensor, address in moved:
             free_memory(tensor, address)
         numbers = {number for number, _, _ in moved}

@@ -67,7 +67,7 @@ def refuse_lost_gradients(group_rank: int, what: str, has_gradients: bool) -> No
     if has_gradients:
         raise RuntimeError(
             f"rank {group_rank}: {what} would lose gradients of the next step; "
-            "do it before backward, or call zero_grad() first"
+            "do it before backward, or call zero_grad(set_to_none=True) first"
         )
 
 
