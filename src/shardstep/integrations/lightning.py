@@ -32,6 +32,9 @@ class ShardstepStrategy(DDPStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
+        # Those of the last `fit` let go of the model, unless the user keeps them and returns them
+        # again.
+        self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             require_module(optimizer, type(self).__name__)
