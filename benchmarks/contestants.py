@@ -212,6 +212,12 @@ def _zero2(make_model: ModelFactory, setup: Setup) -> Trainee:
     return Trainee(model, optimizer, to_compile=())
 
 
+@contestant("zero2-replayed", "the same, with the local step replayed as a CUDA graph")
+def _zero2_replayed(make_model: ModelFactory, setup: Setup) -> Trainee:
+    model = make_model()
+    return Trainee(model, _sharded(model, setup, dist.new_group(), module=model, capturable=True))
+
+
 @contestant("zero2-recoverable", "the same, waiting for all ranks' notes, so that recover() works")
 def _zero2_recoverable(make_model: ModelFactory, setup: Setup) -> Trainee:
     model = make_model()

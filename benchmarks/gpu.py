@@ -37,6 +37,8 @@ from shardstep import ZeroRedundancyOptimizer
 
 AdamW = torch.optim.AdamW
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
+REPLAYED: dict[str, Any] = {**OPTIONS, "capturable": True}
+"""Options with which shardstep replays the local step as a CUDA graph."""
 GPT_836M = GPTConfig(
     vocab_size=13824, block_size=512, n_layer=28, n_head=16, n_embd=1536, tied=False
 )
@@ -144,6 +146,12 @@ def step_alone() -> dict[str, Any]:
                 parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS
             ).step
         ),
+        "zero1-replayed": lambda: ZeroRedundancyOptimizer(parameters(), AdamW, **REPLAYED).step,
+        "zero1-view-replayed": lambda: (
+            ZeroRedundancyOptimizer(
+                parameters(), AdamW, parameters_as_bucket_view=True, **REPLAYED
+            ).step
+        ),
     }
     return compare(makers, rounds=9, repeats=10, baseline="adamw")
 
@@ -177,13 +185,14 @@ def iteration() -> dict[str, Any]:
 
     def zero2(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
         return model, ZeroRedundancyOptimizer(
-            model.parameters(), AdamW, module=model, **options, **OPTIONS
+            model.parameters(), AdamW, module=model, **{**OPTIONS, **options}
         )
 
     makers = {
         "ddp": _iteration(ddp),
         "ddp-view": _iteration(lambda m: ddp(m, gradient_as_bucket_view=True)),
         "zero2": _iteration(zero2),
+        "zero2-replayed": _iteration(lambda m: zero2(m, capturable=True)),
     }
     return compare(makers, rounds=7, repeats=4, baseline="ddp")
 

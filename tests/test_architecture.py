@@ -54,6 +54,9 @@ OTHERS_PRIVATE = {
     "_optimizer_state_dict_post_hooks",
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_version",
 }
 
 MAX_FILE_LINES = 450

@@ -352,8 +352,9 @@ class ZeroRedundancyOptimizer(ModeFront):
 
         It equals the unsharded optimizer's `state_dict()`, with tensors on the CPU, and loads into
         a plain `torch.optim` optimizer. Masters are in it under `"masters"`. Before the first step
-        there is no state to gather: it returns the groups on every rank. For
-        `torch.distributed.checkpoint`, wrap the optimizer in `shardstep.checkpoint.Sharded`.
+        there is mostly no state to gather: it returns the groups on every rank. A class like
+        Adagrad has state from the start. For `torch.distributed.checkpoint`, wrap the optimizer in
+        `shardstep.checkpoint.Sharded`.
 
         Raises:
             RuntimeError: if the state was not consolidated on this rank since the last step.

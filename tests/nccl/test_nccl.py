@@ -29,6 +29,7 @@ from models import ADAMW, MLP_PROBLEM, Failing, rank, train, world_size
 from on_nccl import run_on_nccl
 from problems import copies, differing
 from ranks import RankFailure
+from recorded import NOT_FUSED, capturable, graphs_counted
 from recovery import differences
 from scenarios import ALL, REFUSED, SCENARIOS, compared, sharded, unsharded
 from torch.torch_version import TorchVersion
@@ -64,6 +65,29 @@ def test_two_ranks_equal_ddp_to_the_bit(name: str) -> None:
     if name in WITHOUT_DDP:
         pytest.skip(WITHOUT_DDP[name])
     assert run_on_nccl(_compare, 2, name) == [[], []]
+
+
+def _compare_with_graphs(name: str) -> list[str]:
+    warnings.simplefilter("ignore")
+    refused = {mode for each, modes in REFUSED for mode in modes if each == name}
+    with graphs_counted() as made:
+        modes = [mode for mode in ALL if mode not in refused]
+        found = compared([name], modes=modes, kinds=[capturable()])
+    if name == "every_model" and not any(each.replays for each in made):
+        found.append("no step was replayed")
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, scenario in SCENARIOS.items()
+        if ADAMW in scenario.kinds and name not in (*WITHOUT_DDP, *NOT_FUSED)
+    ],
+)
+def test_steps_replayed_as_cuda_graphs_equal_ddp_to_the_bit(name: str) -> None:
+    assert run_on_nccl(_compare_with_graphs, 2, name) == [[], []]
 
 
 MORE_RANKS = [

@@ -21,6 +21,7 @@ from doubles import Wrapped, behind_the_door
 from models import ADAMW, MLP, Setup, noise, rank
 from on_nccl import run_on_nccl
 from problems import differing
+from recorded import capturable
 from scenarios import ALL, WAYS, sharded
 from torch import Tensor
 
@@ -134,7 +135,8 @@ def _trained(mode: str, double: Callable[[Comm], Comm] | None, options: dict[str
     for layer in module.layers if options.pop("compiled", False) else ():
         layer.compile(backend="aot_eager")
     with behind_the_door(double) if double else contextlib.nullcontext():
-        setup = sharded(mode, module, ADAMW, zero=options)
+        kind = capturable() if options.pop("replayed", False) else ADAMW
+        setup = sharded(mode, module, kind, zero=options)
     disturb: Callable[..., None] = Disturbance() if double else lambda *_: None
     for part in module.modules():
         if part._compiled_call_impl is None:
@@ -170,6 +172,8 @@ def _changed(mode: str, double: Callable[[Comm], Comm], options: dict[str, Any])
         ("module", {"layout": "whole"}),
         ("module", {"compiled": True}),
         ("module", {"precision": MixedPrecision()}),
+        ("module", {"replayed": True}),
+        ("register", {"replayed": True}),
         ("drop-in", {"layout": "whole"}),
     ],
 )
@@ -185,10 +189,11 @@ def test_a_planted_fault_is_seen(fault: type[Late]) -> None:
         assert changed
 
 
-def _train_without_waits(mode: str) -> int:
+def _train_without_waits(mode: str, replayed: bool) -> int:
     """Train 8 steps, the last 4 with every wait of the host for the device forbidden."""
     warnings.simplefilter("ignore")
-    setup = sharded(mode, MLP(), (torch.optim.AdamW, {"lr": 0.01, "fused": True}))
+    kind = (torch.optim.AdamW, {"lr": 0.01, "fused": True})
+    setup = sharded(mode, MLP(), capturable() if replayed else kind)
     batches = [noise(number, 6, 16) for number in range(8)]
     done = 0
     try:
@@ -205,6 +210,7 @@ def _train_without_waits(mode: str) -> int:
     return done
 
 
+@pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("mode", ALL)
-def test_the_host_does_not_wait_for_the_device(mode: str) -> None:
-    assert run_on_nccl(_train_without_waits, 2, mode) == [8, 8]
+def test_the_host_does_not_wait_for_the_device(mode: str, replayed: bool) -> None:
+    assert run_on_nccl(_train_without_waits, 2, mode, replayed) == [8, 8]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -228,6 +228,7 @@ class Comparison:
         thorough: whether to try every kind of optimizer with every variant, not one for each mode.
         double: put behind the optimizer's communication.
         modes: those of the scenario's modes that are run.
+        kinds: optimizer classes to use in the place of the scenario's.
         failures: the differences so far.
     """
 
@@ -235,10 +236,12 @@ class Comparison:
     thorough: bool = False
     double: Any = None
     modes: Sequence[str] = ALL
+    kinds: Sequence[Kind] = ()
     failures: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._scenario = SCENARIOS[self.name]
+        found = SCENARIOS[self.name]
+        self._scenario = replace(found, kinds=self.kinds) if self.kinds else found
         self._references: dict[str, list[Tensor]] = {}
 
     def run(self) -> list[str]:

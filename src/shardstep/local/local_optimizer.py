@@ -24,6 +24,7 @@ from shardstep.local.multi_class import (
     parts_of,
 )
 from shardstep.local.sandbox import GLOBAL_HOOKS, sandbox
+from shardstep.local.step_graphs import steps_of
 from shardstep.local.train_eval import set_mode, start_training
 from shardstep.params.groups import group_ranges
 from shardstep.params.inputs import check_optimizer
@@ -55,6 +56,7 @@ class LocalOptimizer:
         self._groups_to_fill = groups_to_fill
         self.optim = make(self._groups(self._held()))
         check_optimizer(self.optim, len(self._exposed))
+        self._steps = steps_of(self.optim)
         self._stepped = False
         # True until a step was taken or state was loaded: the state is the constructor's.
         self.fresh = True
@@ -130,7 +132,7 @@ class LocalOptimizer:
             try:
                 filled = self._no_empty_groups(self.optim, gradients_follow=closure is not None)
                 with filled, _without_global_hooks():
-                    result = self.optim.step(**kwargs)
+                    result = self._steps.step(**kwargs)
                 self._stepped = True
                 return result
             finally:
@@ -243,6 +245,7 @@ class LocalOptimizer:
         self._params, self._shard = params, params.shard
         self.push_options()
         self.version += 1
+        self._steps = steps_of(self.optim)  # without what it knows of other pieces
         self.optim.state = defaultdict(dict, self.global_state())
         self._set_states(states)
         for number, group in enumerate(self._groups(self._held())):
