@@ -8,7 +8,9 @@ import functools
 import itertools
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from hostile import build, names, picture
 from on_ranks import on_ranks
 from problems import difference
 from ranks import raises_on_every_rank, run_ranks
+from safetensors.torch import load_file
 from torch import nn
 
 from shardstep import ZeroRedundancyOptimizer
@@ -140,13 +143,14 @@ class Attempt:
         self.save(path="step-1")
 
     def save_where_a_save_runs(self) -> None:
-        held = staging.Staging(self.parent / "a") if self.rank == 0 else None
+        held = staging.Staging(self.parent / "a")
+        if self.rank == 0:
+            held.create()
         dist.barrier()
         try:
             self.save()
         finally:
-            if held is not None:
-                held.discard()
+            held.discard()
 
     def save_state_under_a_number(self) -> None:
         self.opt.optim.state[7] = {"x": 1}  # type: ignore[index]
@@ -228,6 +232,70 @@ def test_paths_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert ckpt.load(path).extra == {"path": str(path)}
     assert ckpt.latest("a/b/c") == Path("a/b/c/step")
     assert ckpt.latest("nowhere") is None
+
+
+class CtrlC:
+    """Ctrl-C during a call, counted from the creation of the hidden folder.
+
+    Python heeds it when a function begins, or when one written in C returns.
+    """
+
+    def __init__(self, call: int) -> None:
+        self.before = call
+        self._in_save = False
+
+    def __call__(self, frame: Any, event: str, _: Any) -> None:
+        self._in_save |= frame.f_code is staging.Staging.create.__code__
+        if self._in_save and event in ("call", "c_return"):
+            self.before -= 1
+            if self.before == 0:
+                signal.raise_signal(signal.SIGINT)
+
+
+def whole(made: Path) -> bool:
+    """Load what was saved or exported."""
+    if made.is_file():
+        return bool((torch.load(made)["model"]["w"] == 1).all())
+    weights = made / "model.safetensors"
+    return bool((load_file(weights)["w"] == 1).all()) and len(names(made)) in (1, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("way", ["save", "torch", "safetensors"])
+def test_ctrl_c_at_any_moment_leaves_nothing_or_all(
+    way: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model = nn.Module()
+    model.w = nn.Parameter(torch.ones(3))
+    saved = ckpt.save(tmp_path / "saved", model=model)
+    made = tmp_path / "runs" / "new"
+
+    def act() -> None:
+        if way == "save":
+            ckpt.save(made, model=model)
+        else:
+            ckpt.export(saved, made, way, verify=False)
+
+    interrupted = 0
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
+    for call in itertools.count(1):
+        ctrl_c = CtrlC(call)
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.setprofile(ctrl_c)
+            try:
+                act()
+            finally:
+                sys.setprofile(None)
+        if made.exists():
+            assert whole(made), call
+            (shutil.rmtree if made.is_dir() else Path.unlink)(made)
+        assert not made.parent.exists() or not names(made.parent), call
+        if ctrl_c.before > 0:
+            break
+        interrupted += 1
+    assert interrupted > 100
 
 
 # --------------------------------------------------------------------- keep_last and left-overs

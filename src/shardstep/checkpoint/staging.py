@@ -17,8 +17,9 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 
 from shardstep.checkpoint.files import (
     FILE_NAME,
@@ -49,39 +50,52 @@ _HIDDEN = re.compile(r"\..+\.(?:saving|removing)")
 
 
 class Staging:
-    """The hidden folder for a checkpoint at `path`, on the rank that creates it."""
+    """The hidden folder for a checkpoint at `path`, on the rank that creates it.
+
+    Ctrl-C may come while `create` runs: call it in a `try` statement that ends in `discard`.
+    """
 
     def __init__(self, path: Path) -> None:
         self._goal = path
-        if path.name.startswith(".") or not path.name:
-            raise ValueError(
-                f"{path} cannot be a checkpoint: folders whose names begin with a dot are taken "
-                "for leftovers; save to another path, such as step-1000"
-            )
-        if os.path.lexists(path):
-            raise FileExistsError(f"{path} exists already; choose a new path")
-        new = [folder for folder in path.parents if not folder.exists()]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for folder in new:
-            sync_folder(folder.parent)
         self.path = path.parent / f".{path.name}.saving"
         self._lock: int | None = None
+
+    def create(self) -> None:
+        """Create the folder and lock it. Remove leftovers of other saves."""
+        goal = self._goal
+        if goal.name.startswith(".") or not goal.name:
+            raise ValueError(
+                f"{goal} cannot be a checkpoint: folders whose names begin with a dot are taken "
+                "for leftovers; save to another path, such as step-1000"
+            )
+        if os.path.lexists(goal):
+            raise FileExistsError(f"{goal} exists already; choose a new path")
+        new = [folder for folder in goal.parents if not folder.exists()]
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        for folder in new:
+            sync_folder(folder.parent)
         deadline = time.monotonic() + SWEEP_SECONDS
-        while self._lock is None:
-            remove_leftovers(path.parent)
+        while not self._make():
+            if time.monotonic() > deadline:
+                raise BlockingIOError(
+                    f"a save to {goal} is under way; wait for it, or save to another path. If "
+                    f"there is none, remove {self.path}, which holds files that no save writes"
+                )
+            time.sleep(0.05)
+
+    def _make(self) -> bool:
+        """Return True if the folder is ours now, False if another save has one of this name."""
+        remove_leftovers(self.path.parent)
+        with ctrl_c_held_back():
             try:
                 self.path.mkdir()
             except FileExistsError:
-                if time.monotonic() > deadline:
-                    raise BlockingIOError(
-                        f"a save to {path} is under way; wait for it, or save to another path. If "
-                        f"there is none, remove {self.path}, which holds files that no save writes"
-                    ) from None
-                time.sleep(0.05)
-                continue
-            _unfinished[self.path] = os.getpid()
-            # Another save may take the new folder for a leftover before it is locked.
-            self._lock = lock_folder(self.path, if_unsupported=True)
+                return False
+            _unfinished[self] = os.getpid()
+        self._lock = lock_folder(self.path, if_unsupported=True)
+        if self._lock is None:  # another save took it for a leftover before it was locked
+            _unfinished.pop(self)
+        return self._lock is not None
 
     def commit(self, files: Mapping[str, Digest]) -> dict[Path, Manifest]:
         """Turn the folder into a checkpoint of `files`, which any ranks have written.
@@ -115,22 +129,25 @@ class Staging:
             os.rename(self._goal, source)
             raise
         if name is None:
-            self._unlock()
+            self._let_go()
+        else:
+            self.discard()
 
     def discard(self) -> None:
-        """Remove the folder, unless it was committed."""
+        """Remove the folder if this object created it, unless it has become a checkpoint."""
+        with ctrl_c_held_back():
+            if self in _unfinished:
+                _remove(self.path)
+                self._let_go()
+
+    def _let_go(self) -> None:
+        _unfinished.pop(self)
         if self._lock is not None:
-            _remove(self.path)
-            self._unlock()
-
-    def _unlock(self) -> None:
-        assert self._lock is not None
-        _unfinished.pop(self.path, None)
-        os.close(self._lock)
-        self._lock = None
+            os.close(self._lock)
+            self._lock = None
 
 
-_unfinished: dict[Path, int] = {}
+_unfinished: dict[Staging, int] = {}
 """Hidden folders, by the process that creates them: a forked process has a copy of this."""
 
 
@@ -157,9 +174,9 @@ def _may_handle(current: object) -> bool:
 
 
 def _on_sigterm(number: int, frame: object) -> None:
-    for path, process in list(_unfinished.items()):
+    for staging, process in list(_unfinished.items()):
         if process == os.getpid():
-            _remove(path)
+            _remove(staging.path)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
@@ -169,6 +186,30 @@ def _remove(folder: Path) -> None:
     with contextlib.suppress(OSError):
         folder = folder.rename(folder.with_name(f"{folder.name}.removing"))
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def ctrl_c_held_back() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back until the end. Yield a function that heeds it before.
+
+    Python would raise in whatever code the main thread is running.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    held: list[tuple[int, FrameType | None]] = []
+
+    def heed() -> None:
+        if held and callable(handler):
+            handler(*held.pop())
+
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield heed
+        return
+    signal.signal(signal.SIGINT, lambda *args: held.append(args))
+    try:
+        yield heed
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        heed()
 
 
 def lock_folder(folder: Path, if_unsupported: bool = False) -> int | None:

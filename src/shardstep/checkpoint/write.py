@@ -192,15 +192,13 @@ def _add_model(files: FileLayout, model: torch.nn.Module) -> SavedModel:
 
 def write_checkpoint(comm: Comm, job: SaveJob, progress: Progress = no_progress) -> Path:
     """Write all files, then make them a checkpoint. Called on every rank."""
-    staging: Staging | None = None
+    staging = Staging(job.path)
     what = f"saving to {job.path}"
 
-    def create_folder() -> str | None:
-        nonlocal staging
+    def create_folder() -> str:
         if comm.group_rank == 0:
-            staging = Staging(job.path)
-            return str(staging.path)
-        return None
+            staging.create()
+        return str(staging.path)
 
     def write_own() -> list[list[Any]]:
         written = []
@@ -210,7 +208,7 @@ def write_checkpoint(comm: Comm, job: SaveJob, progress: Progress = no_progress)
         return written
 
     def commit() -> None:
-        if staging is not None:
+        if comm.group_rank == 0:
             files = {name: Digest(*rest) for rank in written for name, *rest in rank}
             for name, text in job.texts.items():
                 files[name] = write_text(folder / name, text)
@@ -223,8 +221,7 @@ def write_checkpoint(comm: Comm, job: SaveJob, progress: Progress = no_progress)
         written = run_on_all_ranks(comm, what, write_own)
         run_on_all_ranks(comm, what, commit)
     finally:
-        if staging is not None:
-            staging.discard()
+        staging.discard()
     return job.path
 
 

@@ -28,7 +28,7 @@ from shardstep.checkpoint.read import (
     saved_optimizer,
 )
 from shardstep.checkpoint.safetensors import CHUNK_NBYTES, Source, has_name, write
-from shardstep.checkpoint.staging import EXPORT, Staging
+from shardstep.checkpoint.staging import EXPORT, Staging, ctrl_c_held_back
 from shardstep.checkpoint.write import HF_INDEX, WEIGHTS, hf_index
 from shardstep.state.tree import decode
 
@@ -97,6 +97,7 @@ def export(
         goal = Path(out).absolute()
         staging = Staging(goal)
         try:
+            staging.create()
             if to == "safetensors":
                 _write_weights(checkpoint, staging.path, max_shard_nbytes, stages)
                 staging.publish()
@@ -146,9 +147,12 @@ def _write_torch(opened: Checkpoint, folder: Path, part: Part, named: bool, stag
         if contents.extra is not None:
             value["extra"] = checkpoint.read_value(contents.extra)
     mapped.release()
-    with _Sink(folder / EXPORT, mapped.release, stages("writing", sum(sizes))) as file:
+    progress = stages("writing", sum(sizes))
+    with _Sink(folder / EXPORT, mapped.release, progress) as file:
         try:
-            torch.save(value if part == "all" else value[part], file)
+            # Within torch's own code, Ctrl-C could end the process with a crash.
+            with ctrl_c_held_back() as file.heed_ctrl_c:
+                torch.save(value if part == "all" else value[part], file)
         except RuntimeError as error:
             # After Ctrl-C or on a full disk, torch fails once more as it ends the file.
             raise file.error or error from None
@@ -193,7 +197,10 @@ class _Sink(io.FileIO):
 
     Attributes:
         error: the first error of a write.
+        heed_ctrl_c: called before each write.
     """
+
+    heed_ctrl_c: Callable[[], None]
 
     def __init__(self, path: Path, release: Callable[[], None], progress: Progress) -> None:
         super().__init__(path, "xb")
@@ -203,6 +210,7 @@ class _Sink(io.FileIO):
 
     def write(self, data: Buffer) -> int:
         try:
+            self.heed_ctrl_c()
             return self._write(memoryview(data).cast("B"))
         except BaseException as error:
             self.error = self.error or error
