@@ -34,6 +34,7 @@ from shardstep import ZeroRedundancyOptimizer
 from shardstep import checkpoint as ckpt
 from shardstep.checkpoint import files, safetensors, staging
 from shardstep.checkpoint import write as job
+from shardstep.checkpoint.offline import export
 from shardstep.checkpoint.staging import find_checkpoints
 
 # ------------------------------------------------------------------------------ what can fail
@@ -234,6 +235,14 @@ def test_paths_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert ckpt.latest("nowhere") is None
 
 
+@pytest.fixture
+def heed_ctrl_c() -> Iterator[None]:
+    """A job in the background ignores the signal."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 class CtrlC:
     """Ctrl-C during a call, counted from the creation of the hidden folder.
 
@@ -261,11 +270,10 @@ def whole(made: Path) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("heed_ctrl_c")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("way", ["save", "torch", "safetensors"])
-def test_ctrl_c_at_any_moment_leaves_nothing_or_all(
-    way: Any, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_ctrl_c_at_any_moment_leaves_nothing_or_all(way: Any, tmp_path: Path) -> None:
     model = nn.Module()
     model.w = nn.Parameter(torch.ones(3))
     saved = ckpt.save(tmp_path / "saved", model=model)
@@ -278,8 +286,6 @@ def test_ctrl_c_at_any_moment_leaves_nothing_or_all(
             ckpt.export(saved, made, way, verify=False)
 
     interrupted = 0
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
     for call in itertools.count(1):
         ctrl_c = CtrlC(call)
         with contextlib.suppress(KeyboardInterrupt):
@@ -296,6 +302,28 @@ def test_ctrl_c_at_any_moment_leaves_nothing_or_all(
             break
         interrupted += 1
     assert interrupted > 100
+
+
+@pytest.mark.usefixtures("heed_ctrl_c")
+def test_ctrl_c_ends_an_export_within_a_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "CHUNK_NBYTES", 4096)
+    saved = ckpt.import_state_dict(tmp_path / "saved", model={"w": torch.ones(2**14)})
+    written = []
+
+    def stages(stage: str, nbytes: int) -> Callable[[int], None]:
+        def progress(done: int) -> None:
+            if stage == "writing":
+                written.append(done)
+                signal.raise_signal(signal.SIGINT)
+
+        return progress
+
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.export(saved, tmp_path / "new", stages=stages)
+    assert written == [4096]
+    assert names(tmp_path) == ["saved"]
 
 
 # --------------------------------------------------------------------- keep_last and left-overs

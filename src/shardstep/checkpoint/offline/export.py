@@ -197,7 +197,7 @@ class _Sink(io.FileIO):
 
     Attributes:
         error: the first error of a write.
-        heed_ctrl_c: called before each write.
+        heed_ctrl_c: called before each chunk.
     """
 
     heed_ctrl_c: Callable[[], None]
@@ -210,7 +210,6 @@ class _Sink(io.FileIO):
 
     def write(self, data: Buffer) -> int:
         try:
-            self.heed_ctrl_c()
             return self._write(memoryview(data).cast("B"))
         except BaseException as error:
             self.error = self.error or error
@@ -219,6 +218,7 @@ class _Sink(io.FileIO):
     def _write(self, view: memoryview) -> int:
         done = 0
         while done < len(view):
+            self.heed_ctrl_c()
             written = super().write(view[done : done + CHUNK_NBYTES])
             done += written
             if len(view) > 4096:  # a tensor, not bytes between tensors
