@@ -163,8 +163,12 @@ def test_killed_at_any_moment(tmp_path: Path, moments: int, hits: int) -> None:
             run_ranks(go_on, 2, parent, signs, asynchronous, UNTIL_KILLED, timeout=60)
         killer.join()
         # The survivor raises. Its checkpoint was loaded and checked before the kill.
-        for bad in ("AssertionError", "CheckpointError", "was still running"):
-            assert bad not in str(caught.value), str(caught.value)
+        said = str(caught.value)
+        for bad in ("AssertionError", "CheckpointError"):
+            assert bad not in said, said
+        # Until the timeout, torch waits for a peer that was killed while it made the group of the
+        # first save in the background.
+        assert "was still running" not in said or "in _new_process_group_helper" in said, said
         in_midst += any(name.startswith(".") for name in found)
         verify_all(parent)
     # What was left behind is no obstacle, and is gone after the next save.
