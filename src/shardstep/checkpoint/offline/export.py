@@ -147,12 +147,13 @@ def _write_torch(opened: Checkpoint, folder: Path, part: Part, named: bool, stag
         if contents.extra is not None:
             value["extra"] = checkpoint.read_value(contents.extra)
     mapped.release()
-    progress = stages("writing", sum(sizes))
-    with _Sink(folder / EXPORT, mapped.release, progress) as file:
+    # Within torch's own code, Ctrl-C could end the process with a crash.
+    with (
+        ctrl_c_held_back() as heed,
+        _Sink(folder / EXPORT, mapped.release, stages("writing", sum(sizes)), heed) as file,
+    ):
         try:
-            # Within torch's own code, Ctrl-C could end the process with a crash.
-            with ctrl_c_held_back() as file.heed_ctrl_c:
-                torch.save(value if part == "all" else value[part], file)
+            torch.save(value if part == "all" else value[part], file)
         except RuntimeError as error:
             # After Ctrl-C or on a full disk, torch fails once more as it ends the file.
             raise file.error or error from None
@@ -193,19 +194,25 @@ class _MappedFile:
 
 
 class _Sink(io.FileIO):
-    """A new file for `torch.save`, which calls `release` after every chunk of a tensor.
+    """A new file for `torch.save`.
+
+    It calls `heed_ctrl_c` before every chunk, and `release` after every chunk of a tensor.
 
     Attributes:
         error: the first error of a write.
-        heed_ctrl_c: called before each chunk.
     """
 
-    heed_ctrl_c: Callable[[], None]
-
-    def __init__(self, path: Path, release: Callable[[], None], progress: Progress) -> None:
+    def __init__(
+        self,
+        path: Path,
+        release: Callable[[], None],
+        progress: Progress,
+        heed_ctrl_c: Callable[[], None],
+    ) -> None:
         super().__init__(path, "xb")
         self._release = release
         self._progress = progress
+        self._heed_ctrl_c = heed_ctrl_c
         self.error: BaseException | None = None
 
     def write(self, data: Buffer) -> int:
@@ -218,7 +225,7 @@ class _Sink(io.FileIO):
     def _write(self, view: memoryview) -> int:
         done = 0
         while done < len(view):
-            self.heed_ctrl_c()
+            self._heed_ctrl_c()
             written = super().write(view[done : done + CHUNK_NBYTES])
             done += written
             if len(view) > 4096:  # a tensor, not bytes between tensors
