@@ -222,6 +222,56 @@ def test_hooks_on_the_local_optimizer_and_closures_are_called() -> None:
     assert [each.replays for each in made] == [2]
 
 
+def test_a_step_that_was_patched_is_called_after_a_change_of_the_plan() -> None:
+    params, called = new_params(), []
+    with steps_recorded() as made:
+        opt = ZeroRedundancyOptimizer(params, AdamW, **capturable()[1])
+        step = opt.optim.step
+        opt.optim.step = lambda: (called.append("step"), step())[1]
+        run(opt, params, {2: CHANGES["a parameter is frozen"][0]}, 5)
+    assert (called, made) == (["step"] * 5, [])
+
+
+def test_a_step_that_a_factory_has_patched_is_called() -> None:
+    params, called = new_params(), []
+
+    def patched(params: Any, **options: Any) -> Any:
+        made = AdamW(params, **options)
+        step = made.step
+        made.step = lambda: (called.append("step"), step())[1]
+        return made
+
+    with steps_recorded() as made:
+        opt = ZeroRedundancyOptimizer(params, patched, layout="sliced", **capturable()[1])
+        run(opt, params, {}, 5)
+    assert (called, made) == (["step"] * 5, [])
+
+
+def test_a_parameter_that_moves_to_another_group_is_seen() -> None:
+    def move(opt: Any, _: Any) -> None:
+        first, second = local_of(opt).param_groups
+        second["params"].insert(0, first["params"].pop())
+
+    seen = []
+    for recorded in (False, True):
+        params = new_params()
+        groups = [{"params": params[:3], "weight_decay": 0.5}, {"params": params[3:]}]
+        with steps_recorded() if recorded else nullcontext():
+            opt = ZeroRedundancyOptimizer(groups, AdamW, **capturable()[1])
+            seen.append(run(opt, params, {6: move}, 12)[0])
+    assert_same(*seen)
+
+
+def test_a_step_without_gradients_is_not_recorded() -> None:
+    params = new_params()
+    with steps_recorded() as made:
+        opt = ZeroRedundancyOptimizer(params, AdamW, **capturable()[1])
+        opt.zero_grad()
+        for _ in range(3):
+            opt.step()
+    assert not made
+
+
 def test_a_note_in_the_state_is_no_obstacle() -> None:
     def note(opt: Any, _: Any) -> None:
         for state in local_of(opt).state.values():

@@ -152,6 +152,12 @@ def _scale(opt: Any, params: list[nn.Parameter]) -> None:
     local_of(opt).found_inf = torch.zeros((), device=params[0].device)
 
 
+def _scale_and_freeze(opt: Any, params: list[nn.Parameter]) -> None:
+    """What a scaler has left is not taken for a part of the class after a change of the plan."""
+    _scale(opt, params)
+    _freeze(opt, params)
+
+
 def _mutable_option(opt: Any, _: Any) -> None:
     opt.param_groups[0]["betas"] = [0.5, 0.9]
 
@@ -178,5 +184,6 @@ CHANGES: dict[str, tuple[Act, list[int]]] = {
     "state has other names": (_rename_state, NEW),
     "the states of two parameters change places": (_swap_state, NEW),
     "gradients are scaled": (_scale, NEVER),
+    "gradients are scaled, and a parameter is frozen": (_scale_and_freeze, NEVER),
 }
 """Acts before the sixth of nine steps, and how often graphs are replayed."""

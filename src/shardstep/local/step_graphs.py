@@ -41,7 +41,7 @@ class _Footprint:
         missing: for each parameter, whether it has no gradient; empty if all have one.
         owners: the identities of the parameters with state.
         names: of all state, in the order of the owners.
-        options: of each group.
+        options: of each group, and its number of parameters.
         code: the step of the class, which somebody may patch.
     """
 
@@ -58,6 +58,8 @@ class _Footprint:
         """Return the footprint of the next step, or None if addresses do not say all of it."""
         params = [param for group in optim.param_groups for param in group["params"]]
         grads = [grad for param in params if (grad := param.grad) is not None]
+        if not grads:
+            return None  # torch warns of an empty graph
         states = optim.state.values()
         options = _options(optim)
         if {*map(type, states)} - {dict} or not all(map(_is_fixed, chain(*options))):
@@ -96,7 +98,7 @@ class StepGraphs:
 
     def __init__(self, optim: Optimizer) -> None:
         self._optim = optim
-        self._attributes = vars(optim).keys() | {"_warned_capturable_if_run_uncaptured"}
+        self._attributes = _attributes_of_new(type(optim))
         self._known: deque[_Known] = deque(maxlen=REMEMBERED)
         self._new = 0  # steps since the last that was known
 
@@ -136,6 +138,12 @@ class StepGraphs:
         )
 
 
+def _attributes_of_new(optimizer_class: Any) -> frozenset[str]:
+    """Return the attributes of an optimizer that nobody has patched."""
+    new = optimizer_class([Parameter(torch.zeros(1, device="cpu"))], fused=True)
+    return frozenset({*vars(new), "_warned_capturable_if_run_uncaptured"})
+
+
 def _is_capturable(group: Mapping[str, Any]) -> bool:
     return bool(group.get("capturable") and group.get("fused"))
 
@@ -160,13 +168,17 @@ def record(optim: Optimizer) -> Callable[[], None] | None:
         return None
     device = devices.pop()
     graph = torch.cuda.CUDAGraph()
+    current, side = torch.cuda.current_stream(device), _side_stream(device)
     try:
-        with torch.cuda.device(device), torch.cuda.stream(_side_stream(device)):
+        # Some versions of torch reset an offset here that the user's graphs with dropout read.
+        side.wait_stream(current)
+        with torch.cuda.device(device), torch.cuda.stream(side):
             graph.capture_begin(capture_error_mode="thread_local")  # NCCL's threads go on
             try:
                 optim.step()
             finally:
                 graph.capture_end()
+        current.wait_stream(side)
     except RuntimeError:
         return None
     replay: Callable[[], None] = graph.replay
@@ -179,13 +191,14 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _options(optim: Optimizer) -> list[list[Any]]:
-    """Return what the class reads of each group; a learning rate in a tensor by its address."""
+    """Return what the class reads of each group; a tensor as a learning rate by its address."""
     options = []
     for group in optim.param_groups:
         rate = group["lr"]
         if isinstance(rate, Tensor):
             rate = (rate.data_ptr(), str(rate.dtype))
-        options.append([rate, *(group.get(key) for key in optim.defaults if key != "lr")])
+        others = (group.get(key) for key in optim.defaults if key != "lr")
+        options.append([len(group["params"]), rate, *others])
     return options
 
 
