@@ -91,10 +91,10 @@ class Staging:
                 self.path.mkdir()
             except FileExistsError:
                 return False
-            _unfinished[self] = os.getpid()
-        self._lock = lock_folder(self.path, if_unsupported=True)
-        if self._lock is None:  # another save took it for a leftover before it was locked
-            _unfinished.pop(self)
+            # Another save may take the new folder for a leftover before it is locked.
+            self._lock = lock_folder(self.path, if_unsupported=True)
+            if self._lock is not None:
+                _unfinished[self] = os.getpid()
         return self._lock is not None
 
     def commit(self, files: Mapping[str, Digest]) -> dict[Path, Manifest]:
@@ -192,14 +192,15 @@ def _remove(folder: Path) -> None:
 def ctrl_c_held_back() -> Iterator[Callable[[], None]]:
     """Hold Ctrl-C back until the end. Yield a function that heeds it before.
 
-    Python would raise in whatever code the main thread is running.
+    Python raises in whatever code the main thread is running. `shutil.rmtree` turns this into
+    another error.
     """
     handler = signal.getsignal(signal.SIGINT)
     held: list[tuple[int, FrameType | None]] = []
 
     def heed() -> None:
-        if held and callable(handler):
-            handler(*held.pop())
+        while held and callable(handler):
+            handler(*held.pop(0))
 
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield heed
@@ -235,10 +236,11 @@ def lock_folder(folder: Path, if_unsupported: bool = False) -> int | None:
 def remove_leftovers(parent: Path) -> None:
     """Remove the hidden folders in `parent` that unfinished saves and removals left."""
     for folder in _hidden(parent):
-        lock = lock_folder(folder)
-        if lock is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+        with ctrl_c_held_back():
+            lock = lock_folder(folder)
+            if lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
 
 
 def leftovers(parent: Path) -> list[tuple[Path, bool]]:
@@ -283,7 +285,8 @@ def keep_last(others: Mapping[Path, Manifest], count: int) -> None:
             warnings.warn(f"{path} is to be removed, but cannot be: {error}", stacklevel=2)
             continue
         # The next save removes the remains. Another process may be removing them right now.
-        shutil.rmtree(hidden, ignore_errors=True)
+        with ctrl_c_held_back():
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def find_checkpoints(
